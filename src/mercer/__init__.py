@@ -1,0 +1,37 @@
+"""Attention as a kernel smoother: feature space, kernel, value function, set filter."""
+
+from .explain import Explanation as Explanation
+from .explain import explain as explain
+from .features import Features as Features
+from .filters import Causal as Causal
+from .filters import Documents as Documents
+from .filters import Filter as Filter
+from .filters import Fixed as Fixed
+from .filters import Full as Full
+from .filters import Memory as Memory
+from .filters import Padding as Padding
+from .filters import Strided as Strided
+from .filters import Window as Window
+from .kernels import RBF as RBF
+from .kernels import AdaptiveRBF as AdaptiveRBF
+from .kernels import ALiBi as ALiBi
+from .kernels import Buckets as Buckets
+from .kernels import Cosine as Cosine
+from .kernels import Distance as Distance
+from .kernels import Exponential as Exponential
+from .kernels import Kernel as Kernel
+from .kernels import Laplace as Laplace
+from .kernels import Linear as Linear
+from .kernels import Lookup as Lookup
+from .kernels import Matern as Matern
+from .kernels import Polynomial as Polynomial
+from .kernels import Product as Product
+from .kernels import RationalQuadratic as RationalQuadratic
+from .kernels import RelativeSinusoid as RelativeSinusoid
+from .kernels import Sum as Sum
+from .smoother import smooth as smooth
+from .term import Factor as Factor
+from .term import Link as Link
+from .term import Term as Term
+
+__version__ = "0.1.0"

@@ -1,0 +1,225 @@
+"""torch's scaled_dot_product_attention for every term that is one plain dot product.
+
+The lift is exact: q' = [scale q, scale], k' = [k, col]. In half precision the number per key must not
+be rounded, so it is written as three numbers of that precision whose sum it is, and so is a scale that
+belongs to it. A constant taken from all of a row's logits cancels, so the columns are centred first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..term import Factor, Smoothed, Term, accumulator, as_column, join, repeat
+from . import Task, broken
+
+name = "sdpa"
+# The parts of a and b whose product is a b to three times the dtype's precision.
+PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
+# float16 ends at 65504; shifted by this, squared norms up to 1e7 fit.
+FLOAT16_SHIFT = 256.0
+
+
+def refuses(task: Task) -> str | None:
+    """Why SDPA cannot run this term, or None."""
+    term, device = task.term, task.device.type
+    if term.links:
+        return f"the link {term.links[0].formula} is not the identity: no plain dot product"
+    if term.biases:
+        return "its relative table would need a dense [Q, K] bias"
+    if 0 in (task.batch, task.num_queries, task.num_keys):
+        return "there is nothing to smooth: an empty batch or sequence"
+    if task.dropout_p and device == "cpu":
+        return "on CPU it drops weights only in a dense form"
+    if task.log_mass and device != "cpu":
+        return f"it gives no log_mass on {device}"
+    return None
+
+
+def memory(task: Task) -> int:
+    """Bytes beyond the inputs and the output: the lifted features and the mask, if any."""
+    size = task.v.dtype.itemsize
+    plain = _is_plain(task.term) and task.term.factors[0].q.shape[-1] == task.v.shape[-1]
+    width = 0 if plain else _width(task.term, task.v)
+    lifted = task.batch * task.heads * width * (task.num_queries + 2 * task.num_keys) * size
+    return lifted + mask_elements(task) * (1 + size)
+
+
+def mask_elements(task: Task) -> int:
+    """How large a dense mask SDPA would need, 0 if none."""
+    simple = task.filter.simplify(task.num_queries, task.num_keys)
+    kind = type(simple).__name__
+    if kind == "Full" or (kind == "Causal" and task.num_queries == task.num_keys):
+        return 0
+    rows = 1 if kind == "Padding" else task.num_queries
+    return (simple.batch or 1) * rows * task.num_keys
+
+
+def run(task: Task) -> Smoothed:
+    dtype, device = task.v.dtype, task.device
+    q, k, scale, moved = _lift(task.term, dtype)
+    v = repeat(task.v, task.batch, task.v.shape[1])
+    q, k = repeat(q, task.batch, task.heads), repeat(k, task.batch, k.shape[1])
+    arguments = task.filter.sdpa(task.num_queries, task.num_keys, device)
+    spoiled = None
+    # On an accelerator a look at the data would stall it, and a graph has no branches: always clean.
+    if torch.compiler.is_compiling() or device.type != "cpu" or not _finite(q, k, v):
+        q, k, v, spoiled = _clean(q, k, v, arguments)
+    width = max(q.shape[-1], v.shape[-1])
+    if device.type != "cpu":
+        width += -width % 8
+    q, k, padded = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    lse: Tensor | None = None
+    if task.log_mass:
+        mask = arguments["attn_mask"]
+        if mask is not None:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
+        k, padded = (repeat(x, task.batch, task.heads) for x in (k, padded))
+        out, lse = _FlashWithMass.apply(q, k, padded, mask, arguments["is_causal"], scale)
+        if mask is not None:
+            blind = mask.isneginf().all(-1).expand(lse.shape)
+            lse = lse.masked_fill(blind, -math.inf)
+        for part in (moved, *(f.row for f in task.term.factors)):
+            lse = lse if part is None else lse + part
+    else:
+        grouped = k.shape[1] != task.heads or padded.shape[1] != task.heads
+        if grouped and k.shape[1] != padded.shape[1]:
+            k, padded = (repeat(x, task.batch, task.heads) for x in (k, padded))
+        out = F.scaled_dot_product_attention(
+            q, k, padded, scale=scale, dropout_p=task.dropout_p, enable_gqa=grouped, **arguments
+        )
+    out = out[..., : v.shape[-1]]
+    if spoiled is not None:
+        out = out.masked_fill(spoiled[..., None], math.nan)
+        lse = None if lse is None else lse.masked_fill(spoiled, math.nan)
+    return Smoothed(out, lse)
+
+
+def _is_plain(term: Term) -> bool:
+    """Whether the term is SDPA's own: one factor, one number for a scale, nothing per key."""
+    if len(term.factors) != 1:
+        return False
+    factor = term.factors[0]
+    return factor.col is None and not isinstance(factor.scale, Tensor)
+
+
+def _width(term: Term, v: Tensor) -> int:
+    half = accumulator(v.dtype) != v.dtype
+    width = 0
+    for f in term.factors:
+        columns = (len(PAIRS) if isinstance(f.scale, Tensor) else 3) if half else 1
+        width += f.q.shape[-1] + (columns if f.col is not None else 0)
+    return max(width, v.shape[-1])
+
+
+def _lift(term: Term, dtype: torch.dtype) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    """(q', k', scale, what was moved out of the logits)."""
+    if _is_plain(term):
+        factor = term.factors[0]
+        assert not isinstance(factor.scale, Tensor)
+        return factor.q.to(dtype), factor.k.to(dtype), factor.scale, None
+    wide = accumulator(dtype)
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    moved: Tensor | None = None
+    for f in term.factors:
+        # One rounding: the scale meets the features in the wider dtype.
+        q = f.q.to(wide)
+        q = q if not isinstance(f.scale, Tensor) and f.scale == 1.0 else q * f.scale
+        queries.append(q.to(dtype))
+        keys.append(f.k.to(dtype))
+        if f.col is not None:
+            centre = f.col.detach().to(wide).nan_to_num(0.0, 0.0, 0.0).mean(-1)[..., None]
+            part = _add_columns(f, f.col.to(wide) - centre, dtype, queries, keys)
+            centre = repeat(centre, centre.shape[0], part.shape[1])
+            moved = part * centre if moved is None else moved + part * centre
+    return join(queries), join(keys), 1.0, moved
+
+
+def _add_columns(
+    f: Factor, col: Tensor, dtype: torch.dtype, queries: list[Tensor], keys: list[Tensor]
+) -> Tensor:
+    """scale_i col_j as features; returns the scale, [B, H, Q]."""
+    wide = col.dtype
+    scale = as_column(f.scale, f.q, wide)
+    if wide == dtype:
+        queries.append(scale)
+        keys.append(col[..., None])
+        return scale[..., 0]
+    shift = FLOAT16_SHIFT if dtype == torch.float16 else 1.0
+    a = _split(scale * shift, dtype)
+    b = _split(col[..., None] / shift, dtype)
+    for m, n in PAIRS:
+        queries.append(a[m])
+        keys.append(b[n])
+    return scale[..., 0]
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Three numbers of this dtype that add up to x; the first carries the gradient."""
+    parts = [x.to(dtype)]
+    rest = x.detach()
+    for _ in range(2):
+        rest = rest - parts[-1].detach().to(x.dtype)
+        parts.append(rest.to(dtype))
+    return parts
+
+
+def _finite(*tensors: Tensor) -> bool:
+    # A sum is finite only if everything is, and one pass without a copy finds it.
+    with torch.no_grad():
+        return all(bool(x.sum(dtype=accumulator(x.dtype)).isfinite()) for x in tensors)
+
+
+def _clean(
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Zero what is not finite; the queries that see any of it come back as [B, H, Q]."""
+    heads = q.shape[1]
+    bad_keys = repeat(broken(k), k.shape[0], heads) | repeat(broken(v), v.shape[0], heads)
+    mask = arguments["attn_mask"]
+    if mask is not None:
+        seen = (bad_keys[:, :, None] & mask).any(-1)
+    elif arguments["is_causal"]:
+        seen = bad_keys.cumsum(-1) > 0
+    else:
+        seen = bad_keys.any(-1, keepdim=True)
+    spoiled = (broken(q) | seen).expand(q.shape[:3])
+    q, k, v = (torch.where(x.isfinite(), x, 0.0) for x in (q, k, v))
+    return q, k, v, spoiled
+
+
+class _FlashWithMass(torch.autograd.Function):
+    """CPU flash attention that also returns log_mass, with a gradient through it.
+
+    dS_ij = P_ij (dP_ij - D_i + dlse_i), and the operator forms D_i = <dO_i, O_i> itself. One more value
+    column, zero in V, 1 in dO and -dlse in O, turns its D into D - dlse and changes nothing else.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grad_out, grad_lse = grads
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        width = v.shape[-1]
+        q, k, v, out, grad_out = (F.pad(x, (0, 1)) for x in (q, k, v, out, grad_out))
+        grad_out[..., -1] = 1.0
+        out[..., -1] = -grad_lse
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        return *(x[..., :width] for x in (dq, dk, dv)), None, None, None

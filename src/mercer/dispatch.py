@@ -1,0 +1,89 @@
+"""Which backend runs: the first that does not refuse, and why each other one did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from .backends import Task, chunked, sdpa
+from .term import Smoothed, mix
+
+
+class Backend(Protocol):
+    """What a backend's module offers."""
+
+    name: str
+
+    def refuses(self, task: Task) -> str | None: ...
+
+    def memory(self, task: Task) -> int: ...
+
+    def run(self, task: Task) -> Smoothed: ...
+
+
+# In the order in which "auto" tries them; the reference comes last and takes everything.
+BACKENDS: dict[str, Backend] = {b.name: b for b in cast(tuple[Backend, ...], (sdpa, chunked))}
+NAMES = ("auto", "reference", *BACKENDS)
+# Above this, a dense mask costs more than the blocks that chunked can skip.
+LARGE_MASK = 2**22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The backend that runs, what decided, and what each other one said."""
+
+    name: str
+    because: str
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
+def choose(tasks: tuple[Task, ...], backend: str) -> Choice:
+    """The named backend, or the first that takes all terms; a named one that cannot raises."""
+    if backend == "reference":
+        return Choice(name="reference", because="you named it")
+    refusals: dict[str, str] = {}
+    for name, candidate in BACKENDS.items():
+        if backend not in ("auto", name):
+            continue
+        reason = _refusal(candidate, tasks) or (
+            _reluctance(name, tasks) if backend == "auto" else None
+        )
+        if reason is None:
+            because = "you named it" if backend == name else "the first that takes every term"
+            return Choice(name=name, because=because, refusals=refusals)
+        refusals[name] = reason
+    if backend != "auto":
+        raise ValueError(f"backend {backend!r} cannot run this: {refusals[backend]}")
+    return Choice(name="reference", because="no other backend takes it", refusals=refusals)
+
+
+def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
+    if not tasks:
+        return "the kernel has no lowering: it defines log_weight, but no terms"
+    return next((why for task in tasks if (why := backend.refuses(task)) is not None), None)
+
+
+def _reluctance(name: str, tasks: tuple[Task, ...]) -> str | None:
+    """Why `auto` passes over a backend that could run."""
+    if name == "sdpa":
+        elements = max(sdpa.mask_elements(task) for task in tasks)
+        if elements > LARGE_MASK:
+            return f"it would need a dense mask of {elements:,} elements"
+    return None
+
+
+def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:
+    """Why each backend other than the chosen one does not run."""
+    reasons = {}
+    for name, backend in BACKENDS.items():
+        if name != chosen:
+            why = _refusal(backend, tasks) or _reluctance(name, tasks)
+            reasons[name] = why or "it could run; another comes first"
+    if chosen != "reference":
+        reasons["reference"] = "it could run; it is dense and slow, for checking"
+    return reasons
+
+
+def run(tasks: tuple[Task, ...], name: str) -> Smoothed:
+    """All terms on one backend, mixed by their masses."""
+    return mix([BACKENDS[name].run(task) for task in tasks])

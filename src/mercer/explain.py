@@ -1,0 +1,136 @@
+"""What would run, and why: the formula, its terms, what cancelled, every refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import dispatch
+from .backends import Task
+from .features import Input
+from .filters import Filter, Full
+from .kernels import Kernel
+from .problem import Problem, prepare
+from .term import Factor, Term
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """How a call of `smooth` runs; `print` it."""
+
+    formula: str
+    filter: str
+    shape: str
+    terms: tuple[str, ...]
+    widths: tuple[int, ...]
+    cancelled: tuple[str, ...]
+    backend: str
+    because: str
+    refusals: dict[str, str]
+    memory: int
+
+    def __str__(self) -> str:
+        lines = [f"kernel    {self.formula}", f"filter    {self.filter}", f"shape     {self.shape}"]
+        for n, term in enumerate(self.terms):
+            lines.append(f"{'lowers to' if n == 0 else '        +'} {term}")
+        if not self.terms:
+            lines.append("lowers to nothing: the kernel has no terms")
+        lines += [f"cancels   {what}" for what in self.cancelled]
+        lines.append(f"backend   {self.backend}: {self.because}")
+        lines += [f"not       {name}: {why}" for name, why in self.refusals.items()]
+        lines.append(f"memory    {_bytes(self.memory)} beyond the inputs and the output")
+        return "\n".join(lines)
+
+
+def explain(
+    kernel: Kernel,
+    q: Input,
+    k: Input,
+    v: Tensor,
+    *,
+    filter: Filter = Full(),
+    backend: str = "auto",
+    dropout_p: float = 0.0,
+    return_log_mass: bool = False,
+) -> Explanation:
+    """Which backend `smooth` would run with these arguments, what the kernel became, and why."""
+    problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
+    tasks = problem.tasks()
+    choice = dispatch.choose(tasks, backend)
+    return Explanation(
+        formula=repr(kernel),
+        filter=repr(filter),
+        shape=_shape(problem),
+        terms=tuple(describe(task.term) for task in tasks),
+        widths=tuple(width(task.term) for task in tasks),
+        cancelled=tuple(what for task in tasks for what in _cancelled(task)),
+        backend=choice.name,
+        because=choice.because,
+        refusals=dispatch.refusals(tasks, choice.name),
+        memory=_memory(problem, tasks, choice.name),
+    )
+
+
+def width(term: Term) -> int:
+    """Features of the dot products, numbers per key included."""
+    return sum(f.q.shape[-1] + (f.col is not None) for f in term.factors)
+
+
+def describe(term: Term) -> str:
+    """One line for a term: its dot products, links and biases."""
+    plain = [f for f in term.factors if f.link is None]
+    parts = []
+    if plain:
+        parts.append(f"exp({_dot(plain)})")
+    parts += [f"{f.link.formula} of s = {_dot([f])}" for f in term.factors if f.link is not None]
+    for bias in term.biases:
+        table = term.table
+        assert table is not None, bias
+        each = "query" if table.shape[2] > 1 else "head"
+        parts.append(f"exp(table of {table.shape[-1]} distances for each {each})")
+    return " * ".join(parts) or "1"
+
+
+def _dot(factors: list[Factor]) -> str:
+    widths = " + ".join(str(f.q.shape[-1]) for f in factors if f.q.shape[-1])
+    keyed = sum(f.col is not None for f in factors)
+    parts = [f"a dot product of {widths} features"] if widths else []
+    if keyed:
+        parts.append(f"{'one number' if keyed == 1 else f'{keyed} numbers'} per key")
+    return " + ".join(parts)
+
+
+def _cancelled(task: Task) -> list[str]:
+    plain = [f for f in task.term.factors if f.link is None and f.row is not None]
+    if not plain:
+        return []
+    kept = ", kept for log_mass only" if task.log_mass else ""
+    return [f"what depends on the query alone, in the normaliser{kept}"]
+
+
+def _shape(problem: Problem) -> str:
+    q, k, v = problem.q, problem.k, problem.v
+    parts = ", ".join(f"{name} {x.shape[-1]}" for name, x in q.items())
+    heads = f"H {q.heads}" + (f" (keys {k.heads})" if k.heads != q.heads else "")
+    return (
+        f"B {problem.batch}, {heads}, Q {q.length}, K {k.length}, {parts}, V {v.shape[-1]}, "
+        f"{str(v.dtype).removeprefix('torch.')} on {v.device}"
+    )
+
+
+def _memory(problem: Problem, tasks: tuple[Task, ...], name: str) -> int:
+    if name != "reference":
+        return max(dispatch.BACKENDS[name].memory(task) for task in tasks)
+    pairs = problem.batch * problem.q.heads * problem.q.length * problem.k.length
+    # Weights, shares and logits; a distance kernel also holds the differences of all features.
+    features = max(x.shape[-1] for x in problem.q.tensors())
+    return pairs * (3 + features) * problem.v.dtype.itemsize
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

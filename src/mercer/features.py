@@ -1,0 +1,78 @@
+"""The feature space: named parts of the queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from torch import Tensor
+
+from .term import repeat
+
+
+class Features:
+    """X = F x T x …: named parts, each [B or 1, H, T, D_part]; a plain tensor means `content`."""
+
+    def __init__(self, **parts: Tensor) -> None:
+        if not parts:
+            raise ValueError("Features needs at least one part, for example content=tensor")
+        for name, part in parts.items():
+            _check_part(name, part)
+        lengths = {name: part.shape[2] for name, part in parts.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the parts of Features must have one length, but came as {lengths}")
+        self._parts = parts
+
+    @staticmethod
+    def of(x: Features | Tensor) -> Features:
+        return x if isinstance(x, Features) else Features(content=x)
+
+    def part(self, name: str) -> Tensor:
+        if name not in self._parts:
+            raise ValueError(
+                f"the kernel reads part {name!r}, but the features have only: {', '.join(self)}"
+            )
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def tensors(self) -> list[Tensor]:
+        return list(self._parts.values())
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        return list(self._parts.items())
+
+    @property
+    def length(self) -> int:
+        return self.tensors()[0].shape[2]
+
+    @property
+    def heads(self) -> int:
+        return max(part.shape[1] for part in self.tensors())
+
+    def repeat_heads(self, heads: int) -> Features:
+        """Grouped heads written out."""
+        parts = {n: repeat(x, x.shape[0], heads) for n, x in self._parts.items()}
+        return Features(**parts)
+
+    def to(self, *args: object, **kwargs: object) -> Features:
+        return Features(**{n: x.to(*args, **kwargs) for n, x in self._parts.items()})  # type: ignore[call-overload]
+
+    def __repr__(self) -> str:
+        return f"Features({', '.join(f'{n}={list(x.shape)}' for n, x in self._parts.items())})"
+
+
+Input: TypeAlias = Features | Tensor
+
+
+def _check_part(name: str, part: object) -> None:
+    if not isinstance(part, Tensor):
+        raise ValueError(f"{name} must be a tensor, but came as {type(part).__name__}")
+    if part.dim() != 4:
+        raise ValueError(f"{name} must be [B, H, T, D], but came as {list(part.shape)}")
+    if not part.is_floating_point():
+        raise ValueError(f"{name} must be a floating point tensor, but came as {part.dtype}")

@@ -1,0 +1,20 @@
+"""Kernels: w(q, k), each with its definition and its lowering."""
+
+from .base import MAX_TERMS as MAX_TERMS
+from .base import Kernel as Kernel
+from .base import Product as Product
+from .base import Sum as Sum
+from .distance import RBF as RBF
+from .distance import AdaptiveRBF as AdaptiveRBF
+from .distance import Distance as Distance
+from .distance import Laplace as Laplace
+from .distance import Matern as Matern
+from .distance import RationalQuadratic as RationalQuadratic
+from .dot import Cosine as Cosine
+from .dot import Exponential as Exponential
+from .dot import Linear as Linear
+from .dot import Polynomial as Polynomial
+from .position import ALiBi as ALiBi
+from .position import Buckets as Buckets
+from .position import Lookup as Lookup
+from .position import RelativeSinusoid as RelativeSinusoid

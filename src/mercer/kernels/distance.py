@@ -1,0 +1,225 @@
+"""Kernels of the distance |q - k|: a family in which a kernel is one link.
+
+With r^2 = |q - k|^2 / s^2, every one is link(-r^2 / 2), and
+
+    -r^2 / 2 = (<q, k> - |k|^2 / 2) / s^2 - |q|^2 / 2 s^2
+
+so the number per key does not depend on the bandwidth, and the last part, which depends on the query
+alone, cancels in the normaliser wherever the link is the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..features import Input
+from ..links import Matern12, Matern32, Matern52, Rational
+from ..term import Factor, Link, Term, accumulator
+from .base import Kernel
+
+Bandwidth = float | Sequence[float] | Tensor | None
+
+
+class Distance(Kernel):
+    """link(-|q - k|^2 / 2 s^2); s is one number or one per head, s^2 = sqrt(D)/2 by default.
+
+    With a bandwidth given, s = exp(log_bandwidth). Without one, log_bandwidth starts at 0 and counts
+    from the default, which depends on D and so is known only when features come.
+    """
+
+    link: Link | None = None
+
+    def __init__(
+        self,
+        bandwidth: Bandwidth = None,
+        *,
+        heads: int | None = None,
+        trainable: bool = True,
+        on: str = "content",
+    ) -> None:
+        super().__init__()
+        self.on = on
+        self.relative_to_default = bandwidth is None
+        log = _log_bandwidth(bandwidth, heads)
+        if trainable:
+            self.log_bandwidth = nn.Parameter(log)
+        else:
+            self.register_buffer("log_bandwidth", log)
+
+    def bandwidth(self, dim: int) -> Tensor:
+        """s for features of this width, one number or one per head."""
+        return self.log_bandwidth.exp() * (_default(dim) if self.relative_to_default else 1.0)
+
+    def precision(self, x: Tensor) -> Tensor:
+        """1 / s^2, [H or 1, 1, 1]."""
+        s = self.bandwidth(x.shape[-1]).to(accumulator(x.dtype))
+        if s.dim() and s.numel() not in (1, x.shape[1]):
+            raise ValueError(
+                f"the kernel has bandwidths for {s.numel()} heads, but the queries have {x.shape[1]}"
+            )
+        return s.reshape(-1, 1, 1) ** -2
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        q, k = self.select(q, k)
+        s = -0.5 * self.precision(q) * squared_distance(q, k)
+        return s if self.link is None else self.link.log(s)
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        q, k = self.select(q, k)
+        precision = self.precision(q)
+        row = precision[..., 0] * half_norm(q)
+        factor = Factor(q=q, k=k, scale=precision, col=half_norm(k), row=row, link=self.link)
+        return (Term(factors=(factor,)),)
+
+    @property
+    def formula(self) -> str:
+        return self.written_with(distance(self.on), self._bandwidth_name())
+
+    def written_with(self, r: str, s: str) -> str:
+        return f"exp(-{r}^2 / 2 {s}^2)"
+
+    def _bandwidth_name(self) -> str:
+        if self.log_bandwidth.numel() > 1:
+            return "s_h"
+        return (
+            "s" if self.relative_to_default else f"{self.log_bandwidth.detach().exp().item():.4g}"
+        )
+
+
+class RBF(Distance):
+    """exp(-|q - k|^2 / 2 s^2)."""
+
+
+class Laplace(Distance):
+    """exp(-|q - k| / s)."""
+
+    link = Matern12()
+
+    def written_with(self, r: str, s: str) -> str:
+        return f"exp(-{r} / {s})"
+
+
+class RationalQuadratic(Distance):
+    """(1 + |q - k|^2 / 2 alpha s^2)^-alpha."""
+
+    def __init__(
+        self,
+        bandwidth: Bandwidth = None,
+        *,
+        alpha: float = 1.0,
+        heads: int | None = None,
+        trainable: bool = True,
+        on: str = "content",
+    ) -> None:
+        super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise ValueError(f"alpha must be a positive finite number, but came as {alpha}")
+        self.link = Rational(float(alpha))
+        self.alpha = alpha
+
+    def written_with(self, r: str, s: str) -> str:
+        return f"(1 + {r}^2 / {2 * self.alpha:g} {s}^2)^-{self.alpha:g}"
+
+
+class Matern(Distance):
+    """The Matern kernel of smoothness nu = 1/2, 3/2 or 5/2 at r = |q - k| / s."""
+
+    def __init__(
+        self,
+        nu: float = 1.5,
+        bandwidth: Bandwidth = None,
+        *,
+        heads: int | None = None,
+        trainable: bool = True,
+        on: str = "content",
+    ) -> None:
+        super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
+        links: dict[float, Link] = {0.5: Matern12(), 1.5: Matern32(), 2.5: Matern52()}
+        if nu not in links:
+            raise ValueError(f"nu must be 0.5, 1.5 or 2.5, but came as {nu}")
+        self.nu = nu
+        self.link = links[nu]
+
+    def written_with(self, r: str, s: str) -> str:
+        assert self.link is not None
+        return f"{self.link.formula}, r = {r} / {s}"
+
+
+class AdaptiveRBF(Distance):
+    """exp(-|q - k|^2 / 2 s_i^2): every query computes its own bandwidth.
+
+    log s_i = log_bandwidth + reach tanh(<q_i, w> / reach), with w zero at the start, so that it starts
+    as RBF and no query leaves the base bandwidth by more than a factor exp(reach).
+    """
+
+    symmetric = False
+    valid = False
+
+    def __init__(
+        self,
+        dim: int,
+        bandwidth: Bandwidth = None,
+        *,
+        heads: int | None = None,
+        trainable: bool = True,
+        reach: float = 2.0,
+        on: str = "content",
+    ) -> None:
+        super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
+        if not (math.isfinite(reach) and reach > 0):
+            raise ValueError(f"reach must be a positive finite number, but came as {reach}")
+        self.reach = reach
+        self.weight = nn.Parameter(torch.zeros(heads or 1, dim))
+
+    def precision(self, x: Tensor) -> Tensor:
+        """1 / s_i^2, [B, H, Q, 1]."""
+        if x.shape[-1] != self.weight.shape[-1]:
+            raise ValueError(
+                f"AdaptiveRBF was made for {self.weight.shape[-1]} features, "
+                f"but the queries have {x.shape[-1]}"
+            )
+        w = self.weight.to(accumulator(x.dtype))[:, None]
+        steer = (x.to(w.dtype) * w).sum(-1, keepdim=True)
+        steer = self.reach * torch.tanh(steer / self.reach)
+        return super().precision(x) * torch.exp(-2 * steer)
+
+    def written_with(self, r: str, s: str) -> str:
+        return f"exp(-{r}^2 / 2 s(q)^2)"
+
+
+def squared_distance(q: Tensor, k: Tensor) -> Tensor:
+    """|q_i - k_j|^2 by differences, [B, H, Q, K]: exact, and as large as B H Q K D."""
+    return (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
+
+
+def half_norm(x: Tensor) -> Tensor:
+    """-|x|^2 / 2 in the accumulator's dtype, [B, H, T]."""
+    return -0.5 * x.to(accumulator(x.dtype)).square().sum(-1)
+
+
+def distance(on: str) -> str:
+    return "|q - k|" if on == "content" else f"|q.{on} - k.{on}|"
+
+
+def _default(dim: int) -> float:
+    return math.sqrt(math.sqrt(dim) / 2)
+
+
+def _log_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
+    if heads is not None and heads < 1:
+        raise ValueError(f"heads must be at least 1, but came as {heads}")
+    if bandwidth is None:
+        return torch.zeros(() if heads is None else (heads,))
+    s = torch.as_tensor(bandwidth).detach().to(torch.get_default_dtype()).clone()
+    if s.dim() > 1 or not bool((s.isfinite() & (s > 0)).all()):
+        raise ValueError(
+            f"bandwidth must be positive and finite, one number or one per head, "
+            f"but came as {bandwidth}"
+        )
+    if heads is not None and s.dim() and s.numel() != heads:
+        raise ValueError(f"bandwidth has {s.numel()} numbers for {heads} heads")
+    return s.log().expand(heads).clone() if heads is not None and not s.dim() else s.log()

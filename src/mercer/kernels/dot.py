@@ -1,0 +1,134 @@
+"""Kernels of the dot product <q, k>."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..features import Input
+from ..links import Power
+from ..term import Factor, Term, accumulator
+from .base import Kernel
+
+
+class Exponential(Kernel):
+    """exp(scale <q, k>), scale 1/sqrt(D) by default."""
+
+    def __init__(self, scale: float | None = None, on: str = "content") -> None:
+        super().__init__()
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, but came as {scale}")
+        self.scale = scale
+        self.on = on
+
+    @property
+    def valid(self) -> bool:  # type: ignore[override]
+        return self.scale is None or self.scale >= 0
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        q, k = self.select(q, k)
+        return (q * self.scale_of(q)) @ k.mT
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        q, k = self.select(q, k)
+        return (Term(factors=(Factor(q=q, k=k, scale=self.scale_of(q)),)),)
+
+    def scale_of(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def formula(self) -> str:
+        product = inner(self.on)
+        return (
+            f"exp({product} / sqrt(D))" if self.scale is None else f"exp({self.scale:g} {product})"
+        )
+
+
+class Cosine(Kernel):
+    """exp(scale <q, k> / |q||k|): the exponential kernel on the sphere."""
+
+    def __init__(self, scale: float = 10.0, on: str = "content") -> None:
+        super().__init__()
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"scale must be a positive finite number, but came as {scale}")
+        self.scale = scale
+        self.on = on
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        q, k = self.select(q, k)
+        return F.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1) * self.scale
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        q, k = (_unit(x) for x in self.select(q, k))
+        return (Term(factors=(Factor(q=q, k=k, scale=self.scale),)),)
+
+    @property
+    def formula(self) -> str:
+        return f"exp({self.scale:g} cos{angle(self.on)})"
+
+
+class Polynomial(Kernel):
+    """<q, k>^degree for an even degree: never negative, with zeros."""
+
+    def __init__(self, degree: int = 2, on: str = "content") -> None:
+        super().__init__()
+        if not isinstance(degree, int) or degree < 2 or degree % 2:
+            raise ValueError(
+                f"degree must be an even number >= 2, but came as {degree}: "
+                "an odd power can be negative"
+            )
+        self.degree = degree
+        self.on = on
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        log, factor = self.factored(q, k)
+        assert factor is not None
+        return log + factor.abs().log()
+
+    def factored(self, q: Input, k: Input) -> tuple[Tensor, Tensor | None]:
+        q, k = self.select(q, k)
+        q, k = q.to(accumulator(q.dtype)), k.to(accumulator(k.dtype))
+        s = q @ k.mT
+        # Any positive number per row may be moved into the log; this one keeps powers in range.
+        size = s.detach().abs().amax(-1, keepdim=True) if s.shape[-1] else s.new_ones(1)
+        size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
+        return (self.degree * size.log()).expand_as(s), (s / size) ** self.degree
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        q, k = self.select(q, k)
+        return (Term(factors=(Factor(q=q, k=k, link=Power(self.degree)),)),)
+
+    @property
+    def formula(self) -> str:
+        return inner(self.on) + ("" if self.degree == 1 else f"^{self.degree}")
+
+
+class Linear(Polynomial):
+    """<q, k>: it can be negative, so that the sum of weights can vanish."""
+
+    positive = False
+
+    def __init__(self, signed: bool = False, on: str = "content") -> None:
+        if not signed:
+            raise ValueError(
+                "Linear gives negative weights, so their sum can vanish and the average blow up; "
+                "pass signed=True to have it all the same, or take Polynomial(2)"
+            )
+        super().__init__(2, on)
+        self.degree = 1
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x.to(accumulator(x.dtype)), dim=-1)
+
+
+def inner(on: str) -> str:
+    """How <q, k> reads on a part."""
+    return "<q, k>" if on == "content" else f"<q.{on}, k.{on}>"
+
+
+def angle(on: str) -> str:
+    return "(q, k)" if on == "content" else f"(q.{on}, k.{on})"

@@ -1,0 +1,255 @@
+"""Kernels of the positions i and j, and of the query and the distance i - j between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..features import Features, Input
+from ..term import Factor, Relative, Slope, Term, accumulator
+from .base import Kernel
+
+
+class Positional(Kernel):
+    """A kernel of i - j; `i` is the query's place, i + K - Q."""
+
+    symmetric = False
+    valid = False
+
+    @property
+    def key_parts(self) -> frozenset[str]:
+        return frozenset()
+
+    def keep(self, name: str, table: Tensor) -> None:
+        """Parameters stay parameters; other tensors become buffers."""
+        if isinstance(table, nn.Parameter):
+            self.register_parameter(name, table)
+        else:
+            self.register_buffer(name, table)
+
+
+class Lookup(Positional):
+    """exp(scale <q_i, a_{clip(i - j, -c, c)}>), scale 1/sqrt(D) by default."""
+
+    table: Tensor
+
+    def __init__(self, table: Tensor, scale: float | None = None, on: str = "content") -> None:
+        super().__init__()
+        if table.dim() not in (2, 3) or table.shape[-2] % 2 == 0:
+            raise ValueError(
+                "table must be [2c + 1, D] or [H, 2c + 1, D], with distance 0 in row c, "
+                f"but came as {list(table.shape)}"
+            )
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number, but came as {scale}")
+        self.keep("table", table)
+        self.scale = scale
+        self.on = on
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        scores = self.scores(q)  # [B, H, Q, 2c + 1]
+        clip = (scores.shape[-1] - 1) // 2
+        away = distances(Features.of(q).length, Features.of(k).length, scores.device)
+        index = away.clamp(-clip, clip) + clip
+        return scores.gather(-1, index.expand(*scores.shape[:2], *index.shape))
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        return (Term(biases=(Relative(table=self.scores(q)),)),)
+
+    def scores(self, q: Input) -> Tensor:
+        """scale <q_i, a_d> for every distance d."""
+        q = Features.of(q).part(self.on)
+        if self.table.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                f"the table has {self.table.shape[-1]} features a row, "
+                f"but the queries have {q.shape[-1]}"
+            )
+        if self.table.dim() == 3 and self.table.shape[0] != q.shape[1]:
+            raise ValueError(
+                f"the table has {self.table.shape[0]} heads, but the queries have {q.shape[1]}"
+            )
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        wide = accumulator(q.dtype)
+        return (q.to(wide) * scale) @ self.table.to(wide).mT
+
+    @property
+    def formula(self) -> str:
+        scale = "/ sqrt(D)" if self.scale is None else f"* {self.scale:g}"
+        return f"exp(<{'q' if self.on == 'content' else f'q.{self.on}'}, a(i-j)> {scale})"
+
+
+class RelativeSinusoid(Positional):
+    """exp(sum_p c_{2p} sin((i-j) w_p) + c_{2p+1} cos((i-j) w_p)), w_p = base^(-2p/P)."""
+
+    def __init__(self, on: str = "relative", base: float = 10000.0) -> None:
+        super().__init__()
+        if not (math.isfinite(base) and base > 0):
+            raise ValueError(f"base must be a positive finite number, but came as {base}")
+        self.on = on
+        self.base = base
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        c = self.coefficients(q)
+        away = distances(c.shape[2], Features.of(k).length, c.device)
+        angle = away[..., None] * frequencies(c.shape[-1], self.base, c.device)  # [Q, K, P/2]
+        sin, cos = angle.sin().to(c.dtype), angle.cos().to(c.dtype)
+        return torch.einsum("bhip,ijp->bhij", c[..., 0::2], sin) + torch.einsum(
+            "bhip,ijp->bhij", c[..., 1::2], cos
+        )
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        # sin(i - j) and cos(i - j) by the angle sums: features of i times features of j
+        c = self.coefficients(q)
+        c = c.to(accumulator(c.dtype))
+        num_queries, num_keys = c.shape[2], Features.of(k).length
+        step = frequencies(c.shape[-1], self.base, c.device)
+        # Counted from the last key: only differences matter, and recent ones matter most.
+        i = torch.arange(1 - num_queries, 1, device=c.device)[:, None] * step  # [Q, P/2]
+        j = torch.arange(1 - num_keys, 1, device=c.device)[:, None] * step  # [K, P/2]
+        sin, cos = i.sin().to(c.dtype), i.cos().to(c.dtype)
+        s, o = c[..., 0::2], c[..., 1::2]
+        queries = torch.cat([s * sin + o * cos, o * sin - s * cos], -1)
+        keys = torch.cat([j.cos(), j.sin()], -1).to(c.dtype)[None, None]
+        return (Term(factors=(Factor(q=queries, k=keys),)),)
+
+    def coefficients(self, q: Input) -> Tensor:
+        c = Features.of(q).part(self.on)  # [B, H, Q, P]
+        if c.shape[-1] % 2:
+            raise ValueError(f"part {self.on!r} must have an even width, but has {c.shape[-1]}")
+        return c
+
+    @property
+    def formula(self) -> str:
+        return f"exp(<q.{self.on}, sinusoid(i-j)>)"
+
+
+class ALiBi(Positional):
+    """exp(-slope |i - j|), one slope per head."""
+
+    symmetric = True
+    slopes: Tensor
+
+    def __init__(self, slopes: Sequence[float] | Tensor) -> None:
+        super().__init__()
+        table = slopes if isinstance(slopes, Tensor) else torch.tensor([float(m) for m in slopes])
+        if table.dim() != 1 or not bool(table.detach().isfinite().all()):
+            raise ValueError(f"slopes must be finite, one per head [H], but came as {slopes}")
+        self.keep("slopes", table)
+
+    @property
+    def valid(self) -> bool:  # type: ignore[override]
+        return bool((self.slopes.detach() >= 0).all())
+
+    @staticmethod
+    def standard(heads: int) -> Tensor:
+        """The slopes of the paper: 2^(-8 h / H), interleaved where H is no power of two."""
+        whole = 2 ** math.floor(math.log2(heads))
+        first = [2.0 ** (-8 * (h + 1) / whole) for h in range(whole)]
+        between = [2.0 ** (-4 * (h + 1) / whole) for h in range(0, 2 * (heads - whole), 2)]
+        return torch.tensor(first + between)
+
+    @property
+    def query_parts(self) -> frozenset[str]:
+        return frozenset()
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        q, k = Features.of(q), Features.of(k)
+        m = self.checked(q)
+        away = distances(q.length, k.length, m.device).abs()
+        return -(m[:, None, None] * away)[None]
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        return (Term(biases=(Slope(slope=self.checked(Features.of(q))),)),)
+
+    def checked(self, q: Features) -> Tensor:
+        if self.slopes.shape[0] != q.heads:
+            raise ValueError(
+                f"ALiBi has slopes for {self.slopes.shape[0]} heads, but the queries have {q.heads}"
+            )
+        return self.slopes.to(accumulator(q.tensors()[0].dtype))
+
+    @property
+    def formula(self) -> str:
+        return "exp(-m_h |i-j|)"
+
+
+class Buckets(Positional):
+    """exp(table[bucket(i - j), h]): T5's relative position bias, with its table [buckets, H]."""
+
+    table: Tensor
+
+    def __init__(
+        self, table: Tensor, *, max_distance: int = 128, bidirectional: bool = True
+    ) -> None:
+        super().__init__()
+        if table.dim() != 2 or table.shape[0] < 2 or (bidirectional and table.shape[0] % 2):
+            raise ValueError(
+                "table must be [buckets, H], with an even number of buckets if bidirectional, "
+                f"but came as {list(table.shape)}"
+            )
+        one_way = table.shape[0] // 2 if bidirectional else table.shape[0]
+        if max_distance <= one_way // 2:
+            raise ValueError(
+                f"max_distance must be more than {one_way // 2}, but came as {max_distance}"
+            )
+        self.keep("table", table)
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+
+    @property
+    def query_parts(self) -> frozenset[str]:
+        return frozenset()
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        q, k = Features.of(q), Features.of(k)
+        bucket = self.bucket(distances(q.length, k.length, self.table.device))
+        return self.checked(q)[bucket].movedim(-1, 0)[None]
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        far = torch.arange(-self.max_distance, self.max_distance + 1, device=self.table.device)
+        rows = self.checked(Features.of(q))[self.bucket(far)]  # [2c + 1, H]
+        return (Term(biases=(Relative(table=rows.mT[None, :, None]),)),)
+
+    def bucket(self, away: Tensor) -> Tensor:
+        """Small distances have a bucket each; larger ones share buckets of equal ratio."""
+        buckets = self.table.shape[0]
+        ahead = torch.zeros_like(away)
+        if self.bidirectional:
+            buckets //= 2
+            ahead = torch.where(away < 0, buckets, 0)
+            away = away.abs()
+        else:
+            away = away.clamp(min=0)
+        exact = buckets // 2
+        # In float32, like the weights that were trained with it: the borders depend on rounding.
+        ratio = (away.clamp(min=1).float() / max(exact, 1)).log()
+        ratio = ratio / math.log(self.max_distance / max(exact, 1))
+        shared = exact + (ratio * (buckets - exact)).long()
+        return ahead + torch.where(away < exact, away, shared.clamp(max=buckets - 1))
+
+    def checked(self, q: Features) -> Tensor:
+        if self.table.shape[1] != q.heads:
+            raise ValueError(
+                f"Buckets has a table for {self.table.shape[1]} heads, "
+                f"but the queries have {q.heads}"
+            )
+        return self.table.to(accumulator(q.tensors()[0].dtype))
+
+    @property
+    def formula(self) -> str:
+        return "exp(b_h[bucket(i-j)])"
+
+
+def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """i - j, [Q, K], with the last query beside the last key."""
+    i = torch.arange(num_keys - num_queries, num_keys, device=device)
+    return i[:, None] - torch.arange(num_keys, device=device)
+
+
+def frequencies(width: int, base: float, device: torch.device) -> Tensor:
+    """w_p = base^(-2p / P), [P / 2]; in float64, for angles of long sequences."""
+    p = torch.arange(0, width, 2, device=device, dtype=torch.float64)
+    return torch.tensor(base, dtype=torch.float64, device=device) ** (-p / width)

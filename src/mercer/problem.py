@@ -1,0 +1,142 @@
+"""A call of `smooth`, checked: what came is named in the error, and what was expected."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backends import Task
+from .dispatch import NAMES
+from .features import Features, Input
+from .filters import Filter
+from .kernels import Kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What to smooth, with all shapes known to fit."""
+
+    kernel: Kernel
+    q: Features
+    k: Features
+    v: Tensor
+    filter: Filter
+    batch: int
+    dropout_p: float
+    log_mass: bool
+
+    def tasks(self, seed: Tensor | None = None) -> tuple[Task, ...]:
+        """The kernel, lowered: one task for each term."""
+        terms = self.kernel.terms(self.q, self.k)
+        num_queries, num_keys = self.q.length, self.k.length
+        return tuple(
+            Task(
+                term=term.resolve(num_queries, num_keys, causal=self.filter.causal),
+                v=self.v,
+                filter=self.filter,
+                batch=self.batch,
+                heads=self.q.heads,
+                num_queries=num_queries,
+                dropout_p=self.dropout_p,
+                seed=seed,
+                log_mass=self.log_mass or len(terms) > 1,
+            )
+            for term in terms
+        )
+
+
+def prepare(
+    kernel: Kernel,
+    q: Input,
+    k: Input,
+    v: Tensor,
+    filter: Filter,
+    dropout_p: float,
+    log_mass: bool,
+    backend: str,
+) -> Problem:
+    """Raise ValueError where the arguments do not fit each other."""
+    if not isinstance(kernel, Kernel):
+        raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
+    if not isinstance(filter, Filter):
+        raise ValueError(f"filter must be a Filter, but came as {type(filter).__name__}")
+    if backend not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, but came as {backend!r}")
+    if not (
+        isinstance(dropout_p, (int, float)) and math.isfinite(dropout_p) and 0 <= dropout_p < 1
+    ):
+        raise ValueError(
+            f"dropout_p must be from 0 up to, but not including, 1, but came as {dropout_p}"
+        )
+    q, k = _features("q", q), _features("k", k)
+    v = _features("v", v).part("content")
+    _check_lengths_and_heads(q, k, v)
+    batch = _batch(q, k, v)
+    _check_devices(kernel, q, k, v)
+    device = v.device.type
+    if torch.is_autocast_enabled(device):
+        lower = torch.get_autocast_dtype(device)
+        q, k, v = (_lowered(x, lower) for x in (q, k, v))  # type: ignore[type-var]
+    _check_dtypes(q, k, v)
+    filter.check(batch, q.length, k.length)
+    return Problem(
+        kernel=kernel, q=q, k=k, v=v, filter=filter.to(v.device), batch=batch,
+        dropout_p=float(dropout_p), log_mass=log_mass,
+    )  # fmt: skip
+
+
+def _features(name: str, x: object) -> Features:
+    try:
+        return Features.of(x)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _named(q: Features, k: Features, v: Tensor) -> list[tuple[str, Tensor]]:
+    """Every tensor under the name the user knows it by."""
+    named = [(f"q.{n}" if n != "content" else "q", x) for n, x in q.items()]
+    named += [(f"k.{n}" if n != "content" else "k", x) for n, x in k.items()]
+    return [*named, ("v", v)]
+
+
+def _check_lengths_and_heads(q: Features, k: Features, v: Tensor) -> None:
+    if k.length != v.shape[2]:
+        raise ValueError(f"k and v must have one length, but k has {k.length} and v {v.shape[2]}")
+    heads = q.heads
+    for name, x in _named(q, k, v):
+        count = x.shape[1]
+        fits = count in (1, heads) if name.startswith("q") else count > 0 and heads % count == 0
+        if not fits:
+            raise ValueError(
+                f"{name} has {count} heads, which does not divide the {heads} heads of q"
+                if not name.startswith("q")
+                else f"{name} has {count} heads, but the queries have {heads}"
+            )
+
+
+def _batch(q: Features, k: Features, v: Tensor) -> int:
+    sizes = {name: x.shape[0] for name, x in _named(q, k, v)}
+    batch = v.shape[0] if v.shape[0] != 1 else next((n for n in sizes.values() if n != 1), 1)
+    if any(size not in (1, batch) for size in sizes.values()):
+        raise ValueError(f"q, k and v must have one batch size, or 1, but came with {sizes}")
+    return batch
+
+
+def _check_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> None:
+    devices = {name: str(x.device) for name, x in _named(q, k, v)}
+    devices |= {f"kernel.{name}": str(p.device) for name, p in kernel.named_parameters()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"q, k, v and the kernel must be on one device, but are on {devices}")
+
+
+def _check_dtypes(q: Features, k: Features, v: Tensor) -> None:
+    dtypes = {name: x.dtype for name, x in _named(q, k, v)}
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(f"q, k and v must have one dtype, but came as {dtypes}")
+
+
+def _lowered(x: Features | Tensor, dtype: torch.dtype) -> Features | Tensor:
+    return x if isinstance(x, Tensor) and x.dtype == torch.float64 else x.to(dtype)

@@ -1,0 +1,71 @@
+"""Frozen dataclasses as text and back.
+
+A custom operator takes tensors, numbers and strings, never objects. Links and filters must still reach
+it, so they travel as a spec: `Power(degree=2)`, `Causal() & Padding(lengths=t0)`. What this must meet:
+no evaluation of text (the grammar is calls of registered names with literal arguments), tensors travel
+beside the text and keep their place in the graph, and a user's own subclass works without registration.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+S = TypeVar("S", bound="Spec")
+
+
+class Spec:
+    """A frozen dataclass that can be written as text; subclasses are known by their name."""
+
+    registry: ClassVar[dict[str, type[Spec]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # The latest definition wins, so that a notebook cell can be run again.
+        Spec.registry[cls.__name__] = cls
+
+    def encode(self, tensors: list[Tensor]) -> str:
+        """`Name(field=value, …)`; tensors are appended to the list and written as t0, t1, …"""
+        values = [
+            f"{field.name}={_encode(getattr(self, field.name), tensors)}"
+            for field in fields(self)  # type: ignore[arg-type]
+        ]
+        return f"{type(self).__name__}({', '.join(values)})"
+
+
+def _encode(value: object, tensors: list[Tensor]) -> str:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return f"t{len(tensors) - 1}"
+    if isinstance(value, Spec):
+        return value.encode(tensors)
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{_encode(item, tensors)}, " for item in value) + ")"
+    return repr(value)
+
+
+def decode(text: str, tensors: Sequence[Tensor] = ()) -> Any:
+    """The object (or tuple of objects) that `encode` wrote."""
+    return _decode(ast.parse(text, mode="eval").body, tensors)
+
+
+def _decode(node: ast.expr, tensors: Sequence[Tensor]) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
+            found = Spec.registry[name]
+            # The object was checked when the user made it; here it is only rebuilt.
+            rebuilt = object.__new__(found)
+            for keyword in keywords:
+                assert keyword.arg is not None
+                object.__setattr__(rebuilt, keyword.arg, _decode(keyword.value, tensors))
+            return rebuilt
+        case ast.Name(id=name):
+            return tensors[int(name[1:])]
+        case ast.Tuple(elts=items):
+            return tuple(_decode(item, tensors) for item in items)
+        case _:
+            return ast.literal_eval(node)

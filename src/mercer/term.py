@@ -1,0 +1,250 @@
+"""The waist: every kernel lowers to terms, every backend runs a term.
+
+    log w_ij = sum_f link_f(scale_f (<q^f_i, k^f_j> + col^f_j) + row^f_i) + bias(i, j)
+
+What this must meet: N kernels and M backends, never N x M; a number per key is never rounded to the
+features' dtype; feature parts stay apart until a backend wants them side by side, so that one which
+reads them in place can; a bias is data that a backend can read, not an opaque function.
+
+Letters: B batch, H heads, Q queries, K keys, E features, V values. Key tensors may have fewer heads
+that divide H, and any tensor may have batch 1. Query i sits at position i + K - Q.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .spec import Spec
+
+
+class Smoothed(NamedTuple):
+    """What a backend returns for a term, and what mixes terms, splits of the keys and caches."""
+
+    out: Tensor  # [B, H, Q, V]
+    log_mass: Tensor | None  # [B, H, Q], the log of the absolute denominator
+    sign: Tensor | None = None  # [B, H, Q], its sign where weights may be negative
+
+
+@dataclass(frozen=True)
+class Link(Spec):
+    """log |w| as a function of s, elementwise. A subclass needs `log`; `slope` makes it faster."""
+
+    signed: ClassVar[bool] = False
+    cusp: ClassVar[bool] = False
+    formula: ClassVar[str] = "link(s)"
+
+    def log(self, s: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def sign(self, s: Tensor) -> Tensor:
+        return torch.ones_like(s)
+
+    def slope(self, s: Tensor) -> Tensor:
+        """d log |w| / ds."""
+        with torch.enable_grad():
+            s = s.detach().requires_grad_()
+            return torch.autograd.grad(self.log(s).sum(), s)[0]
+
+    def pull(self, s: Tensor, weight: Tensor, log_rest: Tensor) -> Tensor:
+        """dw / ds, where weight = w(s) exp(log_rest); its own method for links with zeros."""
+        return weight * self.slope(s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """link(scale_i (<q_i, k_j> + col_j) + row_i)."""
+
+    q: Tensor  # [B, H, Q, E]
+    k: Tensor  # [B, H, K, E]
+    scale: Tensor | float = 1.0  # a number, [H, 1, 1] or [B, H, Q, 1]
+    row: Tensor | None = None  # [B, H, Q]
+    col: Tensor | None = None  # [B, H, K]
+    link: Link | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relative:
+    """bias(i, j) = table[..., i, clip(i - j, -c, c) + c]."""
+
+    table: Tensor  # [B or 1, H, Q or 1, 2c + 1]
+
+    @property
+    def clip(self) -> int:
+        return (self.table.shape[-1] - 1) // 2
+
+    def widen(self, clip: int) -> Tensor:
+        """The same bias as a table of at least that many distances."""
+        grow = clip - self.clip
+        if grow <= 0:
+            return self.table
+        left, right = self.table[..., :1], self.table[..., -1:]
+        ends = left.shape[:-1] + (grow,)
+        return torch.cat([left.expand(ends), self.table, right.expand(ends)], -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slope:
+    """bias(i, j) = -slope |i - j|."""
+
+    slope: Tensor  # [H]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifted:
+    """link(<q_i, k_j> + row_i): a factor, or all identity factors, as one dot product."""
+
+    q: Tensor  # [B, H, Q, E]
+    k: Tensor  # [B, H, K, E]
+    row: Tensor | None  # [B, H, Q]
+    link: Link | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One product of factors, with its biases."""
+
+    factors: tuple[Factor, ...] = ()
+    biases: tuple[Relative | Slope, ...] = ()
+
+    def __mul__(self, other: Term) -> Term:
+        return Term(factors=self.factors + other.factors, biases=self.biases + other.biases)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return tuple(f.link for f in self.factors if f.link is not None)
+
+    @property
+    def signed(self) -> bool:
+        return any(link.signed for link in self.links)
+
+    @property
+    def table(self) -> Tensor | None:
+        """The relative table of a resolved term."""
+        assert all(isinstance(bias, Relative) for bias in self.biases) and len(self.biases) < 2
+        return self.biases[0].table if self.biases else None  # type: ignore[union-attr]
+
+    def resolve(self, num_queries: int, num_keys: int, *, causal: bool) -> Term:
+        """The same weights with at most one bias: slopes become columns or join one table."""
+        factors = list(self.factors)
+        tables: list[Relative] = []
+        for bias in self.biases:
+            if isinstance(bias, Relative):
+                tables.append(bias)
+            elif causal:
+                factors.append(_slope_as_column(bias.slope, num_queries, num_keys))
+            else:
+                clip = max(num_queries, num_keys, 1) - 1
+                far = torch.arange(-clip, clip + 1, device=bias.slope.device).abs()
+                tables.append(Relative(table=-(bias.slope[:, None] * far)[None, :, None]))
+        if len(tables) > 1:
+            widest = max(bias.clip for bias in tables)
+            first, *others = (bias.widen(widest) for bias in tables)
+            tables = [Relative(table=sum(others, first))]
+        return Term(factors=tuple(factors), biases=tuple(tables))
+
+    def lift(self, dtype: torch.dtype) -> tuple[Lifted, ...]:
+        """All identity factors side by side as one dot product, then each factor with a link."""
+        plain = [f for f in self.factors if f.link is None]
+        linked = [f for f in self.factors if f.link is not None]
+        groups = ([plain] if plain else []) + [[f] for f in linked]
+        return tuple(_side_by_side(group, dtype) for group in groups)
+
+
+def _slope_as_column(slope: Tensor, num_queries: int, num_keys: int) -> Factor:
+    """-m (i - j) = m j - m i where j <= i; counted from the last key, so that numbers stay small."""
+    heads = slope.shape[0]
+    wide = torch.arange(1 - num_keys, 1, device=slope.device, dtype=slope.dtype)
+    late = torch.arange(1 - num_queries, 1, device=slope.device, dtype=slope.dtype)
+    return Factor(
+        q=slope.new_zeros(1, heads, num_queries, 0),
+        k=slope.new_zeros(1, 1, num_keys, 0),
+        scale=slope[:, None, None],
+        col=wide[None, None],
+        row=-(slope[:, None] * late)[None],
+    )
+
+
+def _side_by_side(factors: list[Factor], dtype: torch.dtype) -> Lifted:
+    """q' = [scale q, scale], k' = [k, col]; rows add up."""
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    rows: list[Tensor] = []
+    for f in factors:
+        q = f.q.to(dtype)
+        if isinstance(f.scale, Tensor) or f.scale != 1.0:
+            q = q * f.scale
+        queries.append(q)
+        keys.append(f.k.to(dtype))
+        if f.col is not None:
+            queries.append(as_column(f.scale, f.q, dtype))
+            keys.append(f.col.to(dtype)[..., None])
+        if f.row is not None:
+            rows.append(f.row.to(dtype))
+    row = sum(rows[1:], rows[0]) if rows else None
+    return Lifted(q=join(queries), k=join(keys), row=row, link=factors[0].link)
+
+
+def as_column(scale: Tensor | float, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale as one more query feature, [B, H, Q, 1]."""
+    if isinstance(scale, Tensor):
+        heads = max(scale.shape[-3], q.shape[1])
+        batch = scale.shape[0] if scale.dim() == 4 else 1
+        return scale.to(dtype).expand(batch, heads, q.shape[2], 1)
+    return q.new_full((1, q.shape[1], q.shape[2], 1), scale, dtype=dtype)
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """Feature parts side by side; batches of 1 and smaller head counts are repeated."""
+    parts = [p for p in parts if p.shape[-1] > 0] or parts[:1]
+    if len(parts) == 1:
+        return parts[0]
+    batch = max((p.shape[0] for p in parts if p.shape[0] != 1), default=1)
+    batch = 0 if any(p.shape[0] == 0 for p in parts) else batch
+    heads = math.lcm(*(p.shape[1] for p in parts))
+    return torch.cat([repeat(p, batch, heads) for p in parts], -1)
+
+
+def repeat(x: Tensor, batch: int, heads: int) -> Tensor:
+    """[B or 1, h, …] -> [B, H, …], every head repeated H / h times in place (grouped queries)."""
+    if x.shape[1] != heads:
+        group = heads // x.shape[1]
+        x = x[:, :, None].expand(*x.shape[:2], group, *x.shape[2:]).flatten(1, 2)
+    return x.expand(batch, *x.shape[1:]) if x.shape[0] != batch else x
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are kept: float32 for half precision, else the dtype itself."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def mix(parts: list[Smoothed]) -> Smoothed:
+    """The smoother of the union: outputs weighted by their masses."""
+    if len(parts) == 1:
+        return parts[0]
+    logs = torch.stack([_require(p.log_mass) for p in parts])  # [terms, B, H, Q]
+    peak = logs.amax(0).detach()
+    peak = torch.where(peak.isneginf(), torch.zeros_like(peak), peak)
+    mass = (logs - peak).exp()
+    signed = any(p.sign is not None for p in parts)
+    if signed:
+        ones = torch.ones_like(mass[0])
+        mass = mass * torch.stack([ones if p.sign is None else p.sign for p in parts])
+    total = mass.sum(0)
+    seen = total != 0
+    share = torch.where(seen, mass / torch.where(seen, total, torch.ones_like(total)), 0.0)
+    out = sum(
+        (share[n, ..., None] * p.out for n, p in enumerate(parts)), torch.zeros_like(parts[0].out)
+    )
+    safe = torch.where(seen, total.abs(), torch.ones_like(total))
+    log_mass = torch.where(seen, safe.log() + peak, -math.inf)
+    return Smoothed(out.to(parts[0].out.dtype), log_mass, total.sign() if signed else None)
+
+
+def _require(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
