@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Filter(Spec):
-    """M(i), the set of keys that query i sees. A subclass defines `sees`; `covers` makes it fast."""
+    """M(i), the keys that query i sees. A subclass defines `sees`; `covers` makes it fast."""
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         """Whether i sees j; `start` is the place of the first query, K - Q."""
@@ -413,13 +413,13 @@ class Joined(Filter):
     def __post_init__(self) -> None:
         flat: list[Filter] = []
         for filter in self.filters:
-            flat.extend(filter.filters if type(filter) is type(self) else [filter])  # type: ignore[attr-defined]
+            flat.extend(filter.filters if type(filter) is type(self) else [filter])
         object.__setattr__(self, "filters", tuple(flat))
 
     @property
     def batch(self) -> int | None:
         sizes = [f.batch for f in self.filters if f.batch is not None]
-        return max(sizes, default=None)
+        return max(sizes) if sizes else None
 
     def check(self, batch: int, num_queries: int, num_keys: int) -> None:
         for filter in self.filters:

@@ -1,7 +1,7 @@
 """The links: log |w| of a factor as a function of s, each with its slope.
 
-Distance links take s = -r^2 / 2, where r is the distance in units of the bandwidth. They live beside
-the waist, not with the kernels, because fused backends know them by name.
+Distance links take s = -r^2 / 2, where r is the distance in units of the bandwidth. They live
+beside the waist, not with the kernels, because fused backends know them by name.
 """
 
 from __future__ import annotations

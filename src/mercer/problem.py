@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -65,21 +64,17 @@ def prepare(
         raise ValueError(f"filter must be a Filter, but came as {type(filter).__name__}")
     if backend not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, but came as {backend!r}")
-    if not (
-        isinstance(dropout_p, (int, float)) and math.isfinite(dropout_p) and 0 <= dropout_p < 1
-    ):
-        raise ValueError(
-            f"dropout_p must be from 0 up to, but not including, 1, but came as {dropout_p}"
-        )
+    if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):
+        raise ValueError(f"dropout_p must be at least 0 and below 1, but came as {dropout_p}")
     q, k = _features("q", q), _features("k", k)
     v = _features("v", v).part("content")
     _check_lengths_and_heads(q, k, v)
     batch = _batch(q, k, v)
     _check_devices(kernel, q, k, v)
     device = v.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and v.dtype != torch.float64:
         lower = torch.get_autocast_dtype(device)
-        q, k, v = (_lowered(x, lower) for x in (q, k, v))  # type: ignore[type-var]
+        q, k, v = q.to(lower), k.to(lower), v.to(lower)
     _check_dtypes(q, k, v)
     filter.check(batch, q.length, k.length)
     return Problem(
@@ -136,7 +131,3 @@ def _check_dtypes(q: Features, k: Features, v: Tensor) -> None:
     dtypes = {name: x.dtype for name, x in _named(q, k, v)}
     if len(set(dtypes.values())) > 1:
         raise ValueError(f"q, k and v must have one dtype, but came as {dtypes}")
-
-
-def _lowered(x: Features | Tensor, dtype: torch.dtype) -> Features | Tensor:
-    return x if isinstance(x, Tensor) and x.dtype == torch.float64 else x.to(dtype)

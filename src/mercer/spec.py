@@ -1,9 +1,10 @@
 """Frozen dataclasses as text and back.
 
-A custom operator takes tensors, numbers and strings, never objects. Links and filters must still reach
-it, so they travel as a spec: `Power(degree=2)`, `Causal() & Padding(lengths=t0)`. What this must meet:
-no evaluation of text (the grammar is calls of registered names with literal arguments), tensors travel
-beside the text and keep their place in the graph, and a user's own subclass works without registration.
+A custom operator takes tensors, numbers and strings, never objects. Links and filters must still
+reach it, so they travel as a spec: `Power(degree=2)`, `Causal() & Padding(lengths=t0)`. What this
+must meet: no evaluation of text (the grammar is calls of registered names with literal arguments),
+tensors travel beside the text and keep their place in the graph, and a user's own subclass works
+without registration.
 """
 
 from __future__ import annotations

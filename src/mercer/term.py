@@ -83,7 +83,7 @@ class Relative:
         if grow <= 0:
             return self.table
         left, right = self.table[..., :1], self.table[..., -1:]
-        ends = left.shape[:-1] + (grow,)
+        ends = (*left.shape[:-1], grow)
         return torch.cat([left.expand(ends), self.table, right.expand(ends)], -1)
 
 
@@ -125,8 +125,11 @@ class Term:
     @property
     def table(self) -> Tensor | None:
         """The relative table of a resolved term."""
-        assert all(isinstance(bias, Relative) for bias in self.biases) and len(self.biases) < 2
-        return self.biases[0].table if self.biases else None  # type: ignore[union-attr]
+        if not self.biases:
+            return None
+        (bias,) = self.biases
+        assert isinstance(bias, Relative)
+        return bias.table
 
     def resolve(self, num_queries: int, num_keys: int, *, causal: bool) -> Term:
         """The same weights with at most one bias: slopes become columns or join one table."""
@@ -156,7 +159,7 @@ class Term:
 
 
 def _slope_as_column(slope: Tensor, num_queries: int, num_keys: int) -> Factor:
-    """-m (i - j) = m j - m i where j <= i; counted from the last key, so that numbers stay small."""
+    """-m (i - j) = m j - m i where j <= i; counted from the last key, so numbers stay small."""
     heads = slope.shape[0]
     wide = torch.arange(1 - num_keys, 1, device=slope.device, dtype=slope.dtype)
     late = torch.arange(1 - num_queries, 1, device=slope.device, dtype=slope.dtype)
@@ -203,8 +206,8 @@ def join(parts: list[Tensor]) -> Tensor:
     parts = [p for p in parts if p.shape[-1] > 0] or parts[:1]
     if len(parts) == 1:
         return parts[0]
-    batch = max((p.shape[0] for p in parts if p.shape[0] != 1), default=1)
-    batch = 0 if any(p.shape[0] == 0 for p in parts) else batch
+    sizes = [p.shape[0] for p in parts]
+    batch = 0 if 0 in sizes else max(sizes)
     heads = math.lcm(*(p.shape[1] for p in parts))
     return torch.cat([repeat(p, batch, heads) for p in parts], -1)
 

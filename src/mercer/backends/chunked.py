@@ -1,8 +1,9 @@
 """Blockwise smoothing in plain PyTorch: any term, any filter, memory linear in T.
 
-What this must meet: the forward keeps (out, log_mass) and the backward recomputes the weights block by
-block; blocks that see nothing are skipped; every gradient is a plain sum, so the same input gives the
-same bits; and it is one opaque operator, so that torch.compile does not unroll the loops.
+What this must meet: the forward keeps (out, log_mass) and the backward recomputes the weights
+block by block; blocks that see nothing are skipped; every gradient is a plain sum, so the same
+input gives the same bits; and it is one opaque operator, so that torch.compile does not unroll the
+loops.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def run(task: Task) -> Smoothed:
         task.dropout_p,
         task.num_queries,
     )
-    return Smoothed(out, mass, sign if term.signed else None)
+    return Smoothed(out.to(task.v.dtype), mass, sign if term.signed else None)
 
 
 def _block(batch_heads: int) -> int:
@@ -225,10 +226,10 @@ def smooth_blocks(
     seed: Tensor | None, tensors: list[Tensor], links: str, rule: str, dropout_p: float,
     num_queries: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, log_mass, sign) of one lifted term."""
+    """(out, log_mass, sign) of one lifted term, unrounded: the backward needs <dO, O> exactly."""
     blocks = _Blocks(q, k, row, v, table, seed, tensors, links, rule, dropout_p, num_queries)
     shape = (v.shape[0], v.shape[1], num_queries)
-    out = v.new_empty(*shape, v.shape[-1])
+    out = v.new_empty(*shape, v.shape[-1], dtype=blocks.wide)
     log_mass = v.new_empty(shape, dtype=blocks.wide)
     sign = v.new_empty(shape if blocks.signed else 0, dtype=blocks.wide)
     with torch.autocast(v.device.type, enabled=False):
@@ -264,7 +265,7 @@ def _forward_rows(
         peak = higher
     empty = mass == 0
     safe = torch.where(empty, 1.0, mass)
-    out[:, :, rows] = torch.where(empty[..., None], 0.0, sums / safe[..., None]).to(out.dtype)
+    out[:, :, rows] = torch.where(empty[..., None], 0.0, sums / safe[..., None])
     log_mass[:, :, rows] = torch.where(empty, -math.inf, safe.abs().log() + peak)
     if blocks.signed:
         sign[:, :, rows] = mass.sign()
@@ -283,7 +284,7 @@ def _(q: Any, k: Any, row: Any, v: Tensor, table: Any, seed: Any, tensors: Any, 
     shape = (v.shape[0], v.shape[1], num_queries)
     wide = accumulator(v.dtype)
     return (
-        v.new_empty(*shape, v.shape[-1]),
+        v.new_empty(*shape, v.shape[-1], dtype=wide),
         v.new_empty(shape, dtype=wide),
         v.new_empty(shape if signed else 0, dtype=wide),
     )
@@ -302,9 +303,9 @@ def smooth_blocks_backward(
     grad_v = torch.zeros_like(v, dtype=blocks.wide)
     grad_table = [] if table is None else [torch.zeros_like(table)]
     with torch.autocast(v.device.type, enabled=False):
-        upstream = grad_out.to(blocks.wide)
+        upstream = grad_out
         # dL / dlog|w_ij| = P_ij (dP_ij - delta_i), where delta = <dO, O> - dlog_mass
-        delta = (upstream * out.to(blocks.wide)).sum(-1) - grad_mass
+        delta = (upstream * out).sum(-1) - grad_mass
         # Rows that see nothing have no weights; rows that are not finite pass nothing on.
         base = torch.where(log_mass.isneginf(), 0.0, log_mass)
         if blocks.spoiled is not None:

@@ -1,8 +1,9 @@
 """torch's scaled_dot_product_attention for every term that is one plain dot product.
 
-The lift is exact: q' = [scale q, scale], k' = [k, col]. In half precision the number per key must not
-be rounded, so it is written as three numbers of that precision whose sum it is, and so is a scale that
-belongs to it. A constant taken from all of a row's logits cancels, so the columns are centred first.
+The lift is exact: q' = [scale q, scale], k' = [k, col]. In half precision the number per key must
+not be rounded, so it is written as three numbers of that precision whose sum it is, and so is a
+scale that belongs to it. A constant taken from all of a row's logits cancels, so the columns are
+centred first.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def run(task: Task) -> Smoothed:
     q, k = repeat(q, task.batch, task.heads), repeat(k, task.batch, k.shape[1])
     arguments = task.filter.sdpa(task.num_queries, task.num_keys, device)
     spoiled = None
-    # On an accelerator a look at the data would stall it, and a graph has no branches: always clean.
+    # A look at the data would stall an accelerator, and a graph has no branches: always clean.
     if torch.compiler.is_compiling() or device.type != "cpu" or not _finite(q, k, v):
         q, k, v, spoiled = _clean(q, k, v, arguments)
     width = max(q.shape[-1], v.shape[-1])
@@ -196,8 +197,9 @@ def _clean(
 class _FlashWithMass(torch.autograd.Function):
     """CPU flash attention that also returns log_mass, with a gradient through it.
 
-    dS_ij = P_ij (dP_ij - D_i + dlse_i), and the operator forms D_i = <dO_i, O_i> itself. One more value
-    column, zero in V, 1 in dO and -dlse in O, turns its D into D - dlse and changes nothing else.
+    dS_ij = P_ij (dP_ij - D_i + dlse_i), and the operator forms D_i = <dO_i, O_i> itself. One more
+    value column, zero in V, 1 in dO and -dlse in O, turns its D into D - dlse and changes nothing
+    else.
     """
 
     @staticmethod

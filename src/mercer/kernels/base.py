@@ -15,7 +15,7 @@ MAX_TERMS = 64
 
 
 class Kernel(nn.Module):
-    """w(q, k) >= 0. Its definition is `log_weight`; `terms` is its lowering, () where it has none."""
+    """w(q, k) >= 0. `log_weight` defines it; `terms` is its lowering, () where it has none."""
 
     symmetric: bool = True
     positive: bool = True
@@ -115,8 +115,8 @@ class Product(Combination):
 
     def factored(self, q: Input, k: Input) -> tuple[Tensor, Tensor | None]:
         logs, factors = zip(*(kernel.factored(q, k) for kernel in self), strict=True)
-        factors = [factor for factor in factors if factor is not None]
-        return sum(logs[1:], logs[0]), reduce(mul, factors) if factors else None
+        given = [factor for factor in factors if factor is not None]
+        return sum(logs[1:], logs[0]), reduce(mul, given) if given else None
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
         product: tuple[Term, ...] = (Term(),)

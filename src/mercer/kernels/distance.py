@@ -4,8 +4,8 @@ With r^2 = |q - k|^2 / s^2, every one is link(-r^2 / 2), and
 
     -r^2 / 2 = (<q, k> - |k|^2 / 2) / s^2 - |q|^2 / 2 s^2
 
-so the number per key does not depend on the bandwidth, and the last part, which depends on the query
-alone, cancels in the normaliser wherever the link is the identity.
+so the number per key does not depend on the bandwidth, and the last part, which depends on the
+query alone, cancels in the normaliser wherever the link is the identity.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Bandwidth = float | Sequence[float] | Tensor | None
 class Distance(Kernel):
     """link(-|q - k|^2 / 2 s^2); s is one number or one per head, s^2 = sqrt(D)/2 by default.
 
-    With a bandwidth given, s = exp(log_bandwidth). Without one, log_bandwidth starts at 0 and counts
-    from the default, which depends on D and so is known only when features come.
+    With a bandwidth given, s = exp(log_bandwidth). Without one, log_bandwidth starts at 0 and
+    counts from the default, which depends on D and so is known only when features come.
     """
 
     link: Link | None = None
@@ -59,7 +59,8 @@ class Distance(Kernel):
         s = self.bandwidth(x.shape[-1]).to(accumulator(x.dtype))
         if s.dim() and s.numel() not in (1, x.shape[1]):
             raise ValueError(
-                f"the kernel has bandwidths for {s.numel()} heads, but the queries have {x.shape[1]}"
+                f"the kernel has bandwidths for {s.numel()} heads, "
+                f"but the queries have {x.shape[1]}"
             )
         return s.reshape(-1, 1, 1) ** -2
 
@@ -152,8 +153,8 @@ class Matern(Distance):
 class AdaptiveRBF(Distance):
     """exp(-|q - k|^2 / 2 s_i^2): every query computes its own bandwidth.
 
-    log s_i = log_bandwidth + reach tanh(<q_i, w> / reach), with w zero at the start, so that it starts
-    as RBF and no query leaves the base bandwidth by more than a factor exp(reach).
+    log s_i = log_bandwidth + reach tanh(<q_i, w> / reach), with w zero at the start, so that it
+    starts as RBF and no query leaves the base bandwidth by more than a factor exp(reach).
     """
 
     symmetric = False
