@@ -1,5 +1,7 @@
 """Attention as a kernel smoother: feature space, kernel, value function, set filter."""
 
+from . import nn as nn
+from . import systems as systems
 from .explain import Explanation as Explanation
 from .explain import explain as explain
 from .features import Features as Features

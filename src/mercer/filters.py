@@ -8,7 +8,7 @@ FlexAttention's block mask, and with `covers` the blocks that a blockwise backen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import and_, or_
 from typing import TYPE_CHECKING, Any
@@ -197,7 +197,7 @@ class Memory(Filter):
     """
 
     length: int
-    start: int | None = None
+    start: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.length, int) or self.length < 0:

@@ -1,0 +1,16 @@
+"""Modules: attention from four parts, positions, caches."""
+
+from .attention import KernelAttention as KernelAttention
+from .cache import Cache as Cache
+from .cache import SegmentMemory as SegmentMemory
+from .positions import ALiBi as ALiBi
+from .positions import DirectSum as DirectSum
+from .positions import Grid2D as Grid2D
+from .positions import Learned as Learned
+from .positions import LookupTable as LookupTable
+from .positions import NoPosition as NoPosition
+from .positions import Position as Position
+from .positions import ProductKernel as ProductKernel
+from .positions import RelativeSinusoid as RelativeSinusoid
+from .positions import Rotary as Rotary
+from .positions import Sinusoid as Sinusoid

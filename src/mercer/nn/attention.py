@@ -1,0 +1,237 @@
+"""Attention from four parts: feature space, kernel, value function, set filter."""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..explain import Explanation, explain
+from ..features import Features
+from ..filters import Filter, Full
+from ..kernels import Exponential, Kernel
+from ..smoother import smooth
+from .cache import Cache, SegmentMemory
+from .positions import Position, place
+
+ValueFunction = Literal["content", "content+position"]
+
+
+class KernelAttention(nn.Module):
+    """out_i = sum_j k(x_i, x_j) v(x_j) / sum_j k(x_i, x_j), in heads, then projected.
+
+    Args:
+        d_model, num_heads: the width of x and the number of heads; head_dim is their quotient
+            unless given.
+        kernel: the kernel of the content features f W_q and f W_k; it is copied.
+        position: how places enter, a template that is copied, or its name.
+        value: "content" for v = f W_v (Eq. 8), "content+position" for v = (f + t) W_v (Eq. 7).
+        num_kv_heads: fewer heads for keys and values (grouped queries); divides num_heads.
+        symmetric: W_q = W_k, so that a valid kernel gives a valid kernel of the inputs.
+        context_dim: the width of the context in cross-attention, d_model unless given.
+        filter: which places are seen, unless `forward` is given another.
+        dropout: the share of weights dropped in training.
+        backend: as in `smooth`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        kernel: Kernel | None = None,
+        position: Position | str | None = None,
+        value: ValueFunction = "content",
+        num_kv_heads: int | None = None,
+        symmetric: bool = False,
+        head_dim: int | None = None,
+        context_dim: int | None = None,
+        filter: Filter = Full(),
+        bias: bool = False,
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        context_dim = d_model if context_dim is None else context_dim
+        _check_sizes(d_model, num_heads, num_kv_heads, head_dim)
+        if value not in ("content", "content+position"):
+            raise ValueError(
+                f"value must be 'content' or 'content+position', but came as {value!r}"
+            )
+        if symmetric and (num_kv_heads != num_heads or context_dim != d_model):
+            raise ValueError(
+                "symmetric=True uses one projection for queries and keys: num_kv_heads and "
+                "context_dim must be left alone"
+            )
+        if kernel is not None and not isinstance(kernel, Kernel):
+            raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
+        head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim
+        self.num_kv_heads, self.context_dim = num_kv_heads, context_dim
+        self.tied, self.value_function = symmetric, value
+        self.filter, self.dropout, self.backend = filter, dropout, backend
+
+        self.position = place(position, d_model, num_heads, head_dim)
+        self.kernel = Exponential() if kernel is None else copy.deepcopy(kernel)
+        factor = self.position.kernel
+        # In a tuple, so that the parameters of both are not registered a second time.
+        self._joined = (self.kernel if factor is None else self.kernel * factor,)
+        self.query = nn.Linear(d_model, num_heads * head_dim, bias=bias)
+        self.key: nn.Linear | None = None
+        if not symmetric:
+            self.key = nn.Linear(context_dim, num_kv_heads * head_dim, bias=bias)
+        self.value = nn.Linear(context_dim, num_kv_heads * head_dim, bias=bias)
+        self.out = nn.Linear(num_heads * head_dim, d_model, bias=bias)
+        if value == "content+position":
+            self.position.embed(torch.zeros(1, dtype=torch.long))
+
+    @property
+    def joined_kernel(self) -> Kernel:
+        """The kernel of content and positions together."""
+        return self._joined[0]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether k(x, y) = k(y, x) for the inputs themselves."""
+        return self.tied and self.position.symmetric and self.joined_kernel.symmetric
+
+    @property
+    def valid(self) -> bool:
+        """Whether it is a symmetric positive semi-definite kernel of the inputs."""
+        return self.symmetric and self.joined_kernel.valid
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        filter: Filter | None = None,
+        cache: Cache | SegmentMemory | None = None,
+    ) -> Tensor:
+        """[B, T, d_model] -> [B, T, d_model]; with a context, cross-attention to it.
+
+        With a `Cache`, x continues what the cache has seen, and the filter is that of the whole
+        sequence. With a `SegmentMemory`, x also sees the states of earlier segments.
+        """
+        q, k, v, seen = self.parts(x, context, filter=filter, cache=cache)
+        out = smooth(
+            self.joined_kernel,
+            q,
+            k,
+            v,
+            filter=seen,
+            backend=self.backend,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def explain(
+        self, x: Tensor, context: Tensor | None = None, *, filter: Filter | None = None
+    ) -> Explanation:
+        """How `forward` would run."""
+        q, k, v, seen = self.parts(x, context, filter=filter)
+        dropout_p = self.dropout if self.training else 0.0
+        return explain(
+            self.joined_kernel, q, k, v, filter=seen, backend=self.backend, dropout_p=dropout_p
+        )
+
+    def parts(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        filter: Filter | None = None,
+        cache: Cache | SegmentMemory | None = None,
+    ) -> tuple[Features, Features, Tensor, Filter]:
+        """The arguments of `smooth`: queries, keys, values and the filter."""
+        self._check(x, context, cache)
+        filter = self.filter if filter is None else filter
+        if context is not None:
+            return (*self._cross(x, context, cache), filter)
+        if isinstance(cache, SegmentMemory):
+            before = cache.seen - cache.length
+            whole = cache.extend(x)
+            places = torch.arange(before, before + whole.shape[1], device=x.device)
+            q = self._queries(x, places[whole.shape[1] - x.shape[1] :])
+            return q, *self._keys_and_values(whole, places), filter
+        before = 0 if cache is None else cache.length
+        places = torch.arange(before, before + x.shape[1], device=x.device)
+        q = self._queries(x, places)
+        k, v = self._keys_and_values(x, places)
+        if cache is not None:
+            cache.append(k, v)
+            k, v = cache.keys, cache.values
+            filter = filter.until(k.length, cache.start)
+        return q, k, v, filter
+
+    def _cross(
+        self, x: Tensor, context: Tensor, cache: Cache | SegmentMemory | None
+    ) -> tuple[Features, Features, Tensor]:
+        if isinstance(cache, SegmentMemory):
+            raise ValueError("a SegmentMemory is for self-attention; the context has its own")
+        if cache is not None and self.position.relative:
+            raise ValueError(
+                f"{type(self.position).__name__} counts i - j from the last query, so that "
+                "cross-attention with it cannot be decoded step by step; "
+                "use NoPosition, DirectSum or ProductKernel"
+            )
+        before = 0 if cache is None else cache.start
+        q = self._queries(x, torch.arange(before, before + x.shape[1], device=x.device))
+        if cache is not None and cache.length:
+            k, v = cache.keys, cache.values
+        else:
+            places = torch.arange(context.shape[1], device=x.device)
+            k, v = self._keys_and_values(context, places)
+            if cache is not None:
+                cache.append(k, v)
+        if cache is not None:
+            # The context's keys do not grow; `start` counts the queries that were asked.
+            cache.start += x.shape[1]
+        return q, k, v
+
+    def _queries(self, x: Tensor, places: Tensor) -> Features:
+        q = self._heads(self.query(self.position.add(x, places)), self.num_heads)
+        return Features(**self.position.query_parts(q, places))
+
+    def _keys_and_values(self, x: Tensor, places: Tensor) -> tuple[Features, Tensor]:
+        summed = self.position.add(x, places)
+        k = self._heads((self.key or self.query)(summed), self.num_kv_heads)
+        if self.value_function == "content+position":
+            x = x + self.position.embed(places).to(x.dtype)
+        v = self._heads(self.value(x), self.num_kv_heads)
+        return Features(**self.position.key_parts(k, places)), v
+
+    def _heads(self, x: Tensor, count: int) -> Tensor:
+        return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
+
+    def _check(self, x: Tensor, context: Tensor | None, cache: object) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.d_model:
+            raise ValueError(f"x must be [B, T, {self.d_model}], but came as {list(x.shape)}")
+        if context is not None and (context.dim() != 3 or context.shape[-1] != self.context_dim):
+            raise ValueError(
+                f"context must be [B, T, {self.context_dim}], but came as {list(context.shape)}"
+            )
+        if context is None and self.context_dim != self.d_model:
+            raise ValueError(
+                f"this module attends to a context of width {self.context_dim}; none was given"
+            )
+        if cache is not None and not isinstance(cache, Cache | SegmentMemory):
+            raise ValueError(
+                f"cache must be a Cache or a SegmentMemory, but came as {type(cache).__name__}"
+            )
+
+    def extra_repr(self) -> str:
+        return f"value={self.value_function!r}, filter={self.filter}, symmetric={self.tied}"
+
+
+def _check_sizes(d_model: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
+    for name, size in (("d_model", d_model), ("num_heads", num_heads), ("head_dim", head_dim)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, but came as {size}")
+    if head_dim is None and d_model % num_heads:
+        raise ValueError(f"d_model {d_model} does not divide into {num_heads} heads")
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}")

@@ -1,0 +1,352 @@
+"""How positions enter attention: added to the features, looked up, multiplied in, or rotated.
+
+A position is a template without sizes; an attention module copies it and calls `setup`, so that
+one can be given to many layers. It acts in up to four ways: on what the projections read (`add`),
+on the features of queries and keys (`query_parts`, `key_parts`), as a factor of the kernel
+(`kernel`), and as the embedding t of the value function (f + t) W_v (`embed`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import ALiBi as ALiBiKernel
+from ..kernels import Exponential, Kernel, Lookup
+from ..kernels import RelativeSinusoid as RelativeSinusoidKernel
+from ..kernels.position import frequencies
+
+
+class Sinusoid(nn.Module):
+    """t_i: sines and cosines of i at P/2 frequencies, interleaved."""
+
+    def __init__(self, base: float = 10000.0) -> None:
+        super().__init__()
+        self.base = base
+        self.dim = 0
+
+    def setup(self, dim: int) -> None:
+        if dim % 2:
+            raise ValueError(f"a sinusoid needs an even width, but came with {dim}")
+        self.dim = dim
+
+    def forward(self, places: Tensor) -> Tensor:
+        angle = places[:, None] * frequencies(self.dim, self.base, places.device)
+        return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)  # [T, dim]
+
+
+class Learned(nn.Module):
+    """t_i: one learned vector for each place."""
+
+    def __init__(self, max_length: int = 1024) -> None:
+        super().__init__()
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1, but came as {max_length}")
+        self.max_length = max_length
+
+    def setup(self, dim: int) -> None:
+        self.weight = nn.Parameter(torch.randn(self.max_length, dim) * 0.02)
+
+    def forward(self, places: Tensor) -> Tensor:
+        if places.numel() and not torch.compiler.is_compiling() and places[-1] >= self.max_length:
+            raise ValueError(
+                f"Learned has {self.max_length} places, but place {int(places[-1])} came; "
+                "raise max_length"
+            )
+        return self.weight[places]
+
+
+class Position(nn.Module):
+    """How places enter; this base is the identity, with a sinusoid for the value function."""
+
+    relative = False
+    symmetric = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding: Sinusoid | Learned = Sinusoid()
+        self.kernel: Kernel | None = None
+
+    def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
+        """Create what depends on sizes."""
+        self.embedding.setup(d_model)
+
+    def embed(self, places: Tensor) -> Tensor:
+        """t, [T, d_model]."""
+        return self.embedding(places)
+
+    def add(self, x: Tensor, places: Tensor) -> Tensor:
+        """What the projections of queries and keys read."""
+        return x
+
+    def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
+        return {"content": q}
+
+    def key_parts(self, k: Tensor, places: Tensor) -> dict[str, Tensor]:
+        return {"content": k}
+
+
+class NoPosition(Position):
+    """Order enters nowhere but in the filter."""
+
+    def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
+        pass
+
+    def embed(self, places: Tensor) -> Tensor:
+        raise ValueError("NoPosition has no embedding: use value='content'")
+
+
+class DirectSum(Position):
+    """k(f_q + t_q, f_k + t_k) (Eq. 4)."""
+
+    def __init__(self, embedding: Sinusoid | Learned | None = None) -> None:
+        super().__init__()
+        self.embedding = Sinusoid() if embedding is None else embedding
+
+    def add(self, x: Tensor, places: Tensor) -> Tensor:
+        return x + self.embed(places).to(x.dtype)
+
+
+class LookupTable(Position):
+    """L(i - j, f_q) k(f_q, f_k), with L = exp(<f_q W_q, a_{i-j}> / sqrt(D)) (Eq. 6)."""
+
+    relative = True
+    symmetric = False
+
+    def __init__(self, max_distance: int = 16, *, per_head: bool = False) -> None:
+        super().__init__()
+        if max_distance < 0:
+            raise ValueError(f"max_distance must be at least 0, but came as {max_distance}")
+        self.max_distance = max_distance
+        self.per_head = per_head
+
+    def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
+        super().setup(d_model, num_heads, head_dim)
+        rows = 2 * self.max_distance + 1
+        shape = (num_heads, rows, head_dim) if self.per_head else (rows, head_dim)
+        self.kernel = Lookup(nn.Parameter(torch.randn(shape) * head_dim**-0.5))
+
+
+class RelativeSinusoid(Position):
+    """k(f_q, f_k) times a kernel of sinusoids of i - j with coefficients f_q W_q W_R (Eq. 5).
+
+    biases: Transformer-XL's two learned vectors, one added to the query of each factor.
+    width: the number of sinusoids, "head" for D or "model" for d_model (as in Transformer-XL).
+    """
+
+    relative = True
+    symmetric = False
+
+    def __init__(
+        self,
+        *,
+        biases: bool = True,
+        width: Literal["head", "model"] = "model",
+        base: float = 10000.0,
+    ) -> None:
+        super().__init__()
+        if width not in ("head", "model"):
+            raise ValueError(f"width must be 'head' or 'model', but came as {width!r}")
+        self.biases = biases
+        self.width = width
+        self.kernel = RelativeSinusoidKernel(base=base)
+
+    def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
+        super().setup(d_model, num_heads, head_dim)
+        width = head_dim if self.width == "head" else d_model
+        if width % 2:
+            raise ValueError(f"RelativeSinusoid needs an even width, but {self.width} is {width}")
+        self.weight = nn.Parameter(torch.randn(num_heads, head_dim, width) * d_model**-0.5)
+        if self.biases:
+            self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+            self.position_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+
+    def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
+        content = q + self.content_bias if self.biases else q
+        asking = q + self.position_bias if self.biases else q
+        return {"content": content, "relative": (asking * q.shape[-1] ** -0.5) @ self.weight}
+
+
+class ProductKernel(Position):
+    """k_F(f_q W_F, f_k W_F) k_T(t_q W_T, t_k W_T) (Eq. 9); not symmetric, W_T comes twice."""
+
+    def __init__(
+        self,
+        embedding: Sinusoid | Learned | None = None,
+        *,
+        kernel: Kernel | None = None,
+        symmetric: bool = True,
+    ) -> None:
+        super().__init__()
+        self.embedding = Sinusoid() if embedding is None else embedding
+        self.kernel = Exponential(on="position") if kernel is None else kernel
+        self.symmetric = symmetric
+        if self.kernel.query_parts != {"position"}:
+            raise ValueError(
+                f"kernel must be on part 'position', but reads {sorted(self.kernel.query_parts)}"
+            )
+
+    def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
+        super().setup(d_model, num_heads, head_dim)
+        self.num_heads = num_heads
+        self.query = nn.Linear(d_model, num_heads * head_dim, bias=False)
+        self.key: nn.Linear | None = None
+        if not self.symmetric:
+            self.key = nn.Linear(d_model, num_heads * head_dim, bias=False)
+
+    def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
+        return {"content": q, "position": self._heads(self.query, places, q.dtype)}
+
+    def key_parts(self, k: Tensor, places: Tensor) -> dict[str, Tensor]:
+        return {"content": k, "position": self._heads(self.key or self.query, places, k.dtype)}
+
+    def _heads(self, projection: nn.Linear, places: Tensor, dtype: torch.dtype) -> Tensor:
+        return _project(self.embed(places), projection, self.num_heads, dtype)
+
+
+class Rotary(Position):
+    """Pairs of features turned by angles i w_p, so that <q, k> depends on i - j."""
+
+    def __init__(self, base: float = 10000.0) -> None:
+        super().__init__()
+        self.base = base
+
+    def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
+        super().setup(d_model, num_heads, head_dim)
+        if head_dim % 2:
+            raise ValueError(f"Rotary needs an even head dimension, but came with {head_dim}")
+
+    def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
+        return {"content": self.turn(q, places)}
+
+    def key_parts(self, k: Tensor, places: Tensor) -> dict[str, Tensor]:
+        return {"content": self.turn(k, places)}
+
+    def turn(self, x: Tensor, places: Tensor) -> Tensor:
+        angle = places[:, None] * frequencies(x.shape[-1], self.base, x.device)  # [T, D / 2]
+        sin, cos = angle.sin().to(x.dtype), angle.cos().to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class ALiBi(Position):
+    """exp(-m_h |i - j|), with the slopes of the paper."""
+
+    relative = True
+
+    def __init__(self, *, trainable: bool = False) -> None:
+        super().__init__()
+        self.trainable = trainable
+
+    def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
+        super().setup(d_model, num_heads, head_dim)
+        slopes = ALiBiKernel.standard(num_heads)
+        self.kernel = ALiBiKernel(nn.Parameter(slopes) if self.trainable else slopes)
+
+
+class Grid2D(Position):
+    """Places on a grid, row by row: k_F times a kernel of the height and one of the width.
+
+    combine="sum" adds the two embeddings to the features instead, half of the width each. The
+    first `prefix` places (a class token) are not on the grid; their position is 0.
+    """
+
+    def __init__(
+        self,
+        height: int,
+        width: int,
+        *,
+        prefix: int = 0,
+        combine: Literal["product", "sum"] = "product",
+    ) -> None:
+        super().__init__()
+        if height < 1 or width < 1 or prefix < 0:
+            raise ValueError(
+                "height and width must be at least 1 and prefix at least 0, "
+                f"but came as {height}, {width} and {prefix}"
+            )
+        if combine not in ("product", "sum"):
+            raise ValueError(f"combine must be 'product' or 'sum', but came as {combine!r}")
+        self.height, self.width, self.prefix, self.combine = height, width, prefix, combine
+        if combine == "product":
+            self.kernel = Exponential(on="height") * Exponential(on="width")
+
+    def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
+        if d_model % 4:
+            raise ValueError(f"Grid2D needs a d_model divisible by 4, but came with {d_model}")
+        self.axis = Sinusoid()
+        self.axis.setup(d_model // 2)
+        self.num_heads = num_heads
+        if self.combine == "product":
+            self.rows = nn.Linear(d_model // 2, num_heads * head_dim, bias=False)
+            self.columns = nn.Linear(d_model // 2, num_heads * head_dim, bias=False)
+
+    def axes(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The embeddings of row and column, each [T, d_model / 2]."""
+        cell = places - self.prefix
+        size = self.height * self.width
+        if cell.numel() and not torch.compiler.is_compiling() and cell[-1] >= size:
+            raise ValueError(
+                f"Grid2D has {self.prefix} + {size} places, but place {int(places[-1])} came"
+            )
+        on = (cell >= 0)[:, None]
+        cell = cell.clamp(min=0)
+        row, column = self.axis(cell // self.width), self.axis(cell % self.width)
+        return torch.where(on, row, 0.0), torch.where(on, column, 0.0)
+
+    def embed(self, places: Tensor) -> Tensor:
+        return torch.cat(self.axes(places), -1)
+
+    def add(self, x: Tensor, places: Tensor) -> Tensor:
+        return x + self.embed(places).to(x.dtype) if self.combine == "sum" else x
+
+    def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
+        if self.combine == "sum":
+            return {"content": q}
+        row, column = self.axes(places)
+        return {
+            "content": q,
+            "height": _project(row, self.rows, self.num_heads, q.dtype),
+            "width": _project(column, self.columns, self.num_heads, q.dtype),
+        }
+
+    def key_parts(self, k: Tensor, places: Tensor) -> dict[str, Tensor]:
+        return self.query_parts(k, places)
+
+
+def _project(t: Tensor, projection: nn.Linear, heads: int, dtype: torch.dtype) -> Tensor:
+    """t W in heads, the same for the whole batch, [1, H, T, D]."""
+    t = projection(t.to(projection.weight.dtype)).to(dtype)
+    return t.unflatten(-1, (heads, -1)).transpose(0, 1)[None]
+
+
+POSITIONS: dict[str, type[Position]] = {
+    "none": NoPosition,
+    "direct-sum": DirectSum,
+    "lookup": LookupTable,
+    "relative-sinusoid": RelativeSinusoid,
+    "product": ProductKernel,
+    "rotary": Rotary,
+    "alibi": ALiBi,
+}
+
+
+def place(position: Position | str | None, d_model: int, num_heads: int, head_dim: int) -> Position:
+    """A copy of the position for one attention module."""
+    if position is None:
+        position = NoPosition()
+    elif isinstance(position, str):
+        if position not in POSITIONS:
+            raise ValueError(
+                f"position must be one of {', '.join(POSITIONS)}, or a Position such as "
+                f"Grid2D(14, 14), but came as {position!r}"
+            )
+        position = POSITIONS[position]()
+    elif not isinstance(position, Position):
+        raise ValueError(f"position must be a Position, but came as {type(position).__name__}")
+    position = copy.deepcopy(position)
+    position.setup(d_model, num_heads, head_dim)
+    return position

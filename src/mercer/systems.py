@@ -1,0 +1,283 @@
+"""The systems of the papers, each as its four parts.
+
+A system is one entry: what the table says of it, and how to build it. Options of `build` override
+any argument of `nn.KernelAttention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .explain import Explanation
+from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
+from .kernels import Exponential
+from .nn import (
+    DirectSum,
+    Grid2D,
+    KernelAttention,
+    Learned,
+    LookupTable,
+    NoPosition,
+    ProductKernel,
+    RelativeSinusoid,
+)
+
+Builder = Callable[..., KernelAttention]
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """What the table says of a system, and its builder."""
+
+    name: str
+    title: str
+    features: str
+    kernel: str
+    value: str
+    filter: str
+    builder: Builder
+
+
+SYSTEMS: dict[str, System] = {}
+
+
+def system(**parts: str) -> Callable[[Builder], Builder]:
+    """Enter a builder into the table under its own name."""
+
+    def enter(builder: Builder) -> Builder:
+        name = builder.__name__
+        SYSTEMS[name] = System(name=name, title=builder.__doc__ or "", builder=builder, **parts)
+        return builder
+
+    return enter
+
+
+@system(
+    features="F x T",
+    kernel="k_exp(f_q + t_q, f_k + t_k)",
+    value="(f_k + t_k) W_v",
+    filter="all; causal in the decoder",
+)
+def vaswani2017(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
+    """Attention Is All You Need."""
+    return _attention(
+        d_model, num_heads, options, position=DirectSum(), value="content+position", filter=Full()
+    )
+
+
+@system(
+    features="F x T",
+    kernel="L(t_q - t_k, f_q) k_exp(f_q, f_k)",
+    value="f_k W_v",
+    filter="all; causal in the decoder",
+)
+def shaw2018(
+    d_model: int, num_heads: int, *, max_distance: int = 16, **options: Any
+) -> KernelAttention:
+    """Self-Attention with Relative Position Representations."""
+    return _attention(d_model, num_heads, options, position=LookupTable(max_distance))
+
+
+@system(
+    features="F x T",
+    kernel="L_h(t_q - t_k, f_q) k_exp(f_q, f_k)",
+    value="f_k W_v",
+    filter="causal",
+)
+def huang2018(
+    d_model: int, num_heads: int, *, max_distance: int = 512, **options: Any
+) -> KernelAttention:
+    """Music Transformer."""
+    position = LookupTable(max_distance, per_head=True)
+    return _attention(d_model, num_heads, options, position=position, filter=Causal())
+
+
+@system(
+    features="F x T",
+    kernel="k_exp(f_q, f_k) k_fq(t_q, t_k)",
+    value="f_k W_v",
+    filter="causal, with memory",
+)
+def dai2019(d_model: int, num_heads: int, *, memory: int = 150, **options: Any) -> KernelAttention:
+    """Transformer-XL."""
+    return _attention(
+        d_model, num_heads, options, position=RelativeSinusoid(), filter=Memory(memory)
+    )
+
+
+@system(
+    features="F x T",
+    kernel="k_exp(f_q + t_q, f_k + t_k)",
+    value="(f_k + t_k) W_v",
+    filter="a sparse causal subset",
+)
+def child2019(
+    d_model: int,
+    num_heads: int,
+    *,
+    pattern: Literal["strided", "fixed"] = "strided",
+    stride: int = 32,
+    summary: int = 8,
+    max_length: int = 4096,
+    **options: Any,
+) -> KernelAttention:
+    """Sparse Transformer."""
+    if pattern not in ("strided", "fixed"):
+        raise ValueError(f"pattern must be 'strided' or 'fixed', but came as {pattern!r}")
+    filter: Filter = Strided(stride) if pattern == "strided" else Fixed(stride, summary)
+    position = DirectSum(Learned(max_length))
+    return _attention(
+        d_model, num_heads, options, position=position, value="content+position", filter=filter
+    )
+
+
+@system(
+    features="F x H x W",
+    kernel="k_exp(f_q + h_q + w_q, f_k + h_k + w_k)",
+    value="(f_k + h_k + w_k) W_v",
+    filter="causal, in a local window",
+)
+def parmar2018(
+    d_model: int,
+    num_heads: int,
+    *,
+    height: int = 32,
+    width: int = 32,
+    window: int = 256,
+    **options: Any,
+) -> KernelAttention:
+    """Image Transformer."""
+    return _attention(
+        d_model,
+        num_heads,
+        options,
+        position=Grid2D(height, width, combine="sum"),
+        value="content+position",
+        filter=Window(window, 0),
+    )
+
+
+@system(features="F", kernel="k_exp(f_q, f_k)", value="f_k W_v", filter="all")
+def lee2018(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
+    """Set Transformer."""
+    return _attention(d_model, num_heads, options, position=NoPosition())
+
+
+@system(features="F", kernel="exp(<f_q W_q, f_k W_k>)", value="f_k W_v", filter="all")
+def wang2018(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
+    """Non-Local Neural Networks, embedded Gaussian."""
+    return _attention(
+        d_model, num_heads, options, kernel=Exponential(scale=1.0), position=NoPosition()
+    )
+
+
+@system(
+    features="F^l x F^v x F^a x T",
+    kernel="k_exp(f_q + t_q, f_k + t_k), q and k of two modalities",
+    value="(f_k + t_k) W_v",
+    filter="all",
+)
+def tsai2019multimodal(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
+    """Multimodal Transformer: queries of one modality, keys and values of another."""
+    return _attention(d_model, num_heads, options, position=DirectSum(), value="content+position")
+
+
+@system(
+    features="F x T",
+    kernel="k_F(f_q, f_k) k_T(t_q, t_k)",
+    value="f_k W_v",
+    filter="all; causal in the decoder",
+)
+def tsai2019(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
+    """Transformer Dissection, the product of symmetric kernels."""
+    return _attention(d_model, num_heads, options, position=ProductKernel(), symmetric=True)
+
+
+def _attention(
+    d_model: int, num_heads: int, options: dict[str, Any], **parts: Any
+) -> KernelAttention:
+    return KernelAttention(d_model, num_heads, **(parts | options))
+
+
+def build(name: str, d_model: int, num_heads: int, **options: Any) -> KernelAttention:
+    """The attention of a system; options override its parts, as in `nn.KernelAttention`."""
+    return find(name).builder(d_model, num_heads, **options)
+
+
+def find(name: str) -> System:
+    if name not in SYSTEMS:
+        raise ValueError(f"there is no system {name!r}; there are: {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under named columns; `print` it."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[n]) for line in lines) for n in range(len(self.columns))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+
+
+def table() -> Table:
+    """Every system in its four parts, and what it lowers to with 8 heads of 64 features."""
+    rows = []
+    for entry in SYSTEMS.values():
+        attention = entry.builder(512, 8)
+        lowered = example(attention, 1, 16)
+        rows.append(
+            (
+                entry.name,
+                entry.features,
+                entry.kernel,
+                entry.value,
+                entry.filter,
+                "yes" if attention.symmetric else "no",
+                "yes" if attention.valid else "no",
+                lowers_to(lowered),
+            )
+        )
+    columns = (
+        "system", "feature space", "kernel", "value", "filter", "symmetric", "valid", "lowers to",
+    )  # fmt: skip
+    return Table(columns, tuple(rows))
+
+
+def example(
+    attention: KernelAttention,
+    batch: int,
+    length: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Explanation:
+    """How the attention runs on a self-attention input of this shape."""
+    attention = attention.to(device=device, dtype=dtype)
+    x = torch.zeros(batch, length, attention.d_model, dtype=dtype, device=device)
+    with torch.no_grad():
+        return attention.explain(x)
+
+
+def lowers_to(explanation: Explanation) -> str:
+    """One phrase for the terms."""
+    phrases = []
+    for term, width in zip(explanation.terms, explanation.widths, strict=True):
+        kind = "a dot product" if " of s" not in term else "a dot product with a link"
+        phrases.append(f"{kind} of {width}" + (" + a table" if "table" in term else ""))
+    return "; ".join(phrases)
