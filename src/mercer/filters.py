@@ -188,6 +188,11 @@ class Window(Filter):
     def causal(self) -> bool:
         return self.right == 0
 
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        if self.right == 0 and (self.left < 0 or self.left >= num_keys - 1):
+            return Causal().simplify(num_queries, num_keys)
+        return super().simplify(num_queries, num_keys)
+
 
 @dataclass(frozen=True)
 class Memory(Filter):
@@ -217,6 +222,11 @@ class Memory(Filter):
     @property
     def causal(self) -> bool:
         return True
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        if self.oldest(num_keys - num_queries) <= 0:
+            return Causal().simplify(num_queries, num_keys)
+        return super().simplify(num_queries, num_keys)
 
     def until(self, num_keys: int, start: int) -> Filter:
         return Memory(self.length, start if self.start is None else self.start)
@@ -270,10 +280,14 @@ class Fixed(Filter):
         n = self.stride
         if j.last <= i.first and i.last // n == j.first // n:
             return True
-        summary = (j.last + self.summary) // n > (j.first + self.summary - 1) // n
-        summary = summary or j.last % n >= n - self.summary
+        summary = self._summaries(j.last) > self._summaries(j.first - 1)
         same = j.last // n >= i.first // n and j.first // n <= i.last // n
         return None if summary or same else False
+
+    def _summaries(self, last: int) -> int:
+        """How many of the places 0..last are summaries."""
+        blocks, rest = divmod(last + 1, self.stride)
+        return blocks * self.summary + max(0, rest - (self.stride - self.summary))
 
     @property
     def causal(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..term import Factor, Smoothed, Term, accumulator, as_column, join, repeat
+from ..term import Smoothed, Term, accumulator, as_column, join, repeat
 from . import Task, broken
 
 name = "sdpa"
@@ -36,6 +36,8 @@ def refuses(task: Task) -> str | None:
         return "there is nothing to smooth: an empty batch or sequence"
     if task.dropout_p and device == "cpu":
         return "on CPU it drops weights only in a dense form"
+    if device == "cpu" and accumulator(task.v.dtype) != task.v.dtype and _learns_scale(term):
+        return "in half precision it would blur the gradient of a learned scale"
     if task.log_mass and device != "cpu":
         return f"it gives no log_mass on {device}"
     return None
@@ -62,7 +64,7 @@ def mask_elements(task: Task) -> int:
 
 def run(task: Task) -> Smoothed:
     dtype, device = task.v.dtype, task.device
-    q, k, scale, moved = _lift(task.term, dtype)
+    q, k, scale = _lift(task.term, dtype)
     v = repeat(task.v, task.batch, task.v.shape[1])
     q, k = repeat(q, task.batch, task.heads), repeat(k, task.batch, k.shape[1])
     arguments = task.filter.sdpa(task.num_queries, task.num_keys, device)
@@ -84,8 +86,8 @@ def run(task: Task) -> Smoothed:
         if mask is not None:
             blind = mask.isneginf().all(-1).expand(lse.shape)
             lse = lse.masked_fill(blind, -math.inf)
-        for part in (moved, *(f.row for f in task.term.factors)):
-            lse = lse if part is None else lse + part
+        for f in task.term.factors:
+            lse = lse if f.row is None else lse + f.row
     else:
         grouped = k.shape[1] != task.heads or padded.shape[1] != task.heads
         if grouped and k.shape[1] != padded.shape[1]:
@@ -108,6 +110,12 @@ def _is_plain(term: Term) -> bool:
     return factor.col is None and not isinstance(factor.scale, Tensor)
 
 
+def _learns_scale(term: Term) -> bool:
+    # Its gradient is a sum of large numbers that cancel; flash attention has them rounded.
+    scales = (f.scale for f in term.factors if f.col is not None)
+    return any(isinstance(scale, Tensor) and scale.requires_grad for scale in scales)
+
+
 def _width(term: Term, v: Tensor) -> int:
     half = accumulator(v.dtype) != v.dtype
     width = 0
@@ -117,16 +125,15 @@ def _width(term: Term, v: Tensor) -> int:
     return max(width, v.shape[-1])
 
 
-def _lift(term: Term, dtype: torch.dtype) -> tuple[Tensor, Tensor, float, Tensor | None]:
-    """(q', k', scale, what was moved out of the logits)."""
+def _lift(term: Term, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+    """(q', k', scale)."""
     if _is_plain(term):
         factor = term.factors[0]
         assert not isinstance(factor.scale, Tensor)
-        return factor.q.to(dtype), factor.k.to(dtype), factor.scale, None
+        return factor.q.to(dtype), factor.k.to(dtype), factor.scale
     wide = accumulator(dtype)
     queries: list[Tensor] = []
     keys: list[Tensor] = []
-    moved: Tensor | None = None
     for f in term.factors:
         # One rounding: the scale meets the features in the wider dtype.
         q = f.q.to(wide)
@@ -134,30 +141,20 @@ def _lift(term: Term, dtype: torch.dtype) -> tuple[Tensor, Tensor, float, Tensor
         queries.append(q.to(dtype))
         keys.append(f.k.to(dtype))
         if f.col is not None:
-            centre = f.col.detach().to(wide).nan_to_num(0.0, 0.0, 0.0).mean(-1)[..., None]
-            part = _add_columns(f, f.col.to(wide) - centre, dtype, queries, keys)
-            centre = repeat(centre, centre.shape[0], part.shape[1])
-            moved = part * centre if moved is None else moved + part * centre
-    return join(queries), join(keys), 1.0, moved
+            scale, col = as_column(f.scale, f.q, wide), f.col.to(wide)[..., None]
+            for a, b in _columns(scale, col, dtype):
+                queries.append(a)
+                keys.append(b)
+    return join(queries), join(keys), 1.0
 
 
-def _add_columns(
-    f: Factor, col: Tensor, dtype: torch.dtype, queries: list[Tensor], keys: list[Tensor]
-) -> Tensor:
-    """scale_i col_j as features; returns the scale, [B, H, Q]."""
-    wide = col.dtype
-    scale = as_column(f.scale, f.q, wide)
-    if wide == dtype:
-        queries.append(scale)
-        keys.append(col[..., None])
-        return scale[..., 0]
+def _columns(scale: Tensor, col: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """scale_i col_j as features of this dtype, without rounding it."""
+    if scale.dtype == dtype:
+        return [(scale, col)]
     shift = FLOAT16_SHIFT if dtype == torch.float16 else 1.0
-    a = _split(scale * shift, dtype)
-    b = _split(col[..., None] / shift, dtype)
-    for m, n in PAIRS:
-        queries.append(a[m])
-        keys.append(b[n])
-    return scale[..., 0]
+    a, b = _split(scale * shift, dtype), _split(col / shift, dtype)
+    return [(a[m], b[n]) for m, n in PAIRS]
 
 
 def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:

@@ -91,11 +91,11 @@ class Polynomial(Kernel):
     def factored(self, q: Input, k: Input) -> tuple[Tensor, Tensor | None]:
         q, k = self.select(q, k)
         q, k = q.to(accumulator(q.dtype)), k.to(accumulator(k.dtype))
-        s = q @ k.mT
-        # Any positive number per row may be moved into the log; this one keeps powers in range.
-        size = s.detach().abs().amax(-1, keepdim=True) if s.shape[-1] else s.new_ones(1)
-        size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
-        return (self.degree * size.log()).expand_as(s), (s / size) ** self.degree
+        # Any positive number per query may move into the log; this one keeps powers in range.
+        size = q.detach().norm(dim=-1, keepdim=True)
+        size = torch.where(size > 0, size, 1.0)
+        s = (q / size) @ k.mT
+        return (self.degree * size.log()).expand_as(s), s**self.degree
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
         q, k = self.select(q, k)
