@@ -1,0 +1,227 @@
+"""The set filter: which keys a query sees.
+
+One definition, `sees`, elementwise in the batch index b, the query's place i and the key's place j
+(both count from the first key; query n sits at n + K - Q), gives the dense mask, SDPA's arguments,
+FlexAttention's block mask, and with `covers` the blocks that a blockwise backend visits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..spec import Spec
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Index = Any  # an int or a tensor of ints, broadcast against the others
+
+
+@dataclass(frozen=True)
+class Span:
+    """The places first..last, both included."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Filter(Spec):
+    """M(i), the keys that query i sees. A subclass defines `sees`; `covers` makes it fast."""
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        """Whether i sees j; `start` is the place of the first query, K - Q."""
+        raise NotImplementedError
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        """True if all of i sees all of j, False if nothing sees anything, None if not known."""
+        return None
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return False
+
+    @property
+    def batch(self) -> int | None:
+        """The batch size it was made for; None fits all."""
+        return None
+
+    def check(self, batch: int, num_queries: int, num_keys: int) -> None:
+        """Raise where the filter does not fit these shapes."""
+
+    def until(self, num_keys: int, start: int) -> Filter:
+        """The filter of a whole sequence, seen when only its first keys are there (decoding)."""
+        return self
+
+    def to(self, device: torch.device) -> Filter:
+        return self
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        """An equal filter of a simpler kind, where these lengths allow one."""
+        last = num_keys - 1
+        if num_queries and num_keys:
+            start = num_keys - num_queries
+            if self.covers(Span(start, last), Span(0, last), start) is True:
+                return Full()
+        return self
+
+    def __and__(self, other: Filter) -> Filter:
+        return And((self, other)) if isinstance(other, Filter) else NotImplemented
+
+    def __or__(self, other: Filter) -> Filter:
+        return Or((self, other)) if isinstance(other, Filter) else NotImplemented
+
+    def mask(
+        self, num_queries: int, num_keys: int, device: torch.device | str | None = None
+    ) -> Tensor:
+        """The dense mask, True = visible, [B or 1, 1, Q, K]."""
+        start = num_keys - num_queries
+        b = torch.arange(self.batch or 1, device=device)[:, None, None, None]
+        i = torch.arange(start, num_keys, device=device)[:, None]
+        j = torch.arange(num_keys, device=device)
+        seen = torch.as_tensor(self.sees(b, i, j, start), device=device)
+        return seen.expand(self.batch or 1, 1, num_queries, num_keys)
+
+    def sdpa(
+        self, num_queries: int, num_keys: int, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        """`is_causal` and `attn_mask` for torch's scaled_dot_product_attention."""
+        simple = self.simplify(num_queries, num_keys)
+        if isinstance(simple, Full):
+            return {"is_causal": False, "attn_mask": None}
+        # SDPA aligns the first query with the first key, so its flag means the same only here.
+        if isinstance(simple, Causal) and num_queries == num_keys:
+            return {"is_causal": True, "attn_mask": None}
+        return {"is_causal": False, "attn_mask": simple.narrow_mask(num_queries, num_keys, device)}
+
+    def narrow_mask(
+        self, num_queries: int, num_keys: int, device: torch.device | str | None
+    ) -> Tensor:
+        """The dense mask, with one row where all rows are equal."""
+        return self.mask(num_queries, num_keys, device)
+
+    def mask_mod(
+        self, num_queries: int, num_keys: int
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """FlexAttention's mask function."""
+        start = num_keys - num_queries
+
+        def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            seen = self.sees(b, q_idx + start, kv_idx, start)
+            return seen if isinstance(seen, Tensor) else torch.full_like(kv_idx, seen).bool()
+
+        return visible
+
+    def block_mask(
+        self, num_queries: int, num_keys: int, device: torch.device | str = "cpu"
+    ) -> BlockMask:
+        """FlexAttention's block mask."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        rule = self.mask_mod(num_queries, num_keys)
+        return create_block_mask(rule, self.batch, None, num_queries, num_keys, device=str(device))
+
+
+@dataclass(frozen=True)
+class Full(Filter):
+    """Every query sees every key."""
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return True
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        return True
+
+
+@dataclass(frozen=True)
+class Causal(Filter):
+    """j <= i."""
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return j <= i
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        return True if j.last <= i.first else False if j.first > i.last else None
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Joined(Filter):
+    """Filters joined by one operation; nested ones of the same kind are flattened."""
+
+    filters: tuple[Filter, ...]
+
+    def __post_init__(self) -> None:
+        flat: list[Filter] = []
+        for filter in self.filters:
+            flat.extend(filter.filters if type(filter) is type(self) else [filter])
+        object.__setattr__(self, "filters", tuple(flat))
+
+    @property
+    def batch(self) -> int | None:
+        sizes = [f.batch for f in self.filters if f.batch is not None]
+        return max(sizes) if sizes else None
+
+    def check(self, batch: int, num_queries: int, num_keys: int) -> None:
+        for filter in self.filters:
+            filter.check(batch, num_queries, num_keys)
+
+    def until(self, num_keys: int, start: int) -> Filter:
+        return type(self)(tuple(f.until(num_keys, start) for f in self.filters))
+
+    def to(self, device: torch.device) -> Filter:
+        return type(self)(tuple(f.to(device) for f in self.filters))
+
+
+@dataclass(frozen=True)
+class And(Joined):
+    """What all of them let through."""
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return reduce(and_, (f.sees(b, i, j, start) for f in self.filters))
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        each = [f.covers(i, j, start) for f in self.filters]
+        return False if False in each else None if None in each else True
+
+    @property
+    def causal(self) -> bool:
+        return any(f.causal for f in self.filters)
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        each = [f.simplify(num_queries, num_keys) for f in self.filters]
+        kept = [f for f in each if not isinstance(f, Full)]
+        return And(tuple(kept)) if len(kept) > 1 else kept[0] if kept else Full()
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({f})" if isinstance(f, Or) else repr(f) for f in self.filters)
+
+
+@dataclass(frozen=True)
+class Or(Joined):
+    """What any of them lets through."""
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return reduce(or_, (f.sees(b, i, j, start) for f in self.filters))
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        each = [f.covers(i, j, start) for f in self.filters]
+        return True if True in each else None if None in each else False
+
+    @property
+    def causal(self) -> bool:
+        return all(f.causal for f in self.filters)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.filters))

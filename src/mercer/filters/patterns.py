@@ -1,0 +1,150 @@
+"""Filters of the places alone: windows, memory, and the Sparse Transformer's patterns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .base import Causal, Filter, Index, Span
+
+
+@dataclass(frozen=True)
+class Window(Filter):
+    """i - left <= j <= i + right; -1 is open."""
+
+    left: int
+    right: int
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < -1:
+                raise ValueError(
+                    f"{name} must be a whole number >= 0, or -1 for open, "
+                    f"but came as {getattr(self, name)}"
+                )
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        left = j >= i - self.left if self.left >= 0 else True
+        right = j <= i + self.right if self.right >= 0 else True
+        return left & right
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        left, right = self.left, self.right
+        if (left >= 0 and j.last < i.first - left) or (right >= 0 and j.first > i.last + right):
+            return False
+        all_left = left < 0 or j.first >= i.last - left
+        all_right = right < 0 or j.last <= i.first + right
+        return True if all_left and all_right else None
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        if self.right == 0 and (self.left < 0 or self.left >= num_keys - 1):
+            return Causal().simplify(num_queries, num_keys)
+        return super().simplify(num_queries, num_keys)
+
+
+@dataclass(frozen=True)
+class Memory(Filter):
+    """Causal, and keys more than `length` before the segment's first query are hidden.
+
+    The segment starts with the first query of the call, or at `start` where one is given.
+    """
+
+    length: int
+    start: int | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.length, int) or self.length < 0:
+            raise ValueError(f"length must be a whole number >= 0, but came as {self.length}")
+
+    def oldest(self, start: int) -> int:
+        return (start if self.start is None else self.start) - self.length
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return (j <= i) & (j >= self.oldest(start))
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        if j.first > i.last or j.last < self.oldest(start):
+            return False
+        return True if j.last <= i.first and j.first >= self.oldest(start) else None
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        if self.oldest(num_keys - num_queries) <= 0:
+            return Causal().simplify(num_queries, num_keys)
+        return super().simplify(num_queries, num_keys)
+
+    def until(self, num_keys: int, start: int) -> Filter:
+        return Memory(self.length, start if self.start is None else self.start)
+
+
+@dataclass(frozen=True)
+class Strided(Filter):
+    """Causal and (i - j < stride or (i - j) mod stride = 0): Sparse Transformer's first pattern."""
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        _check_stride(self.stride)
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return (j <= i) & ((i - j < self.stride) | ((i - j) % self.stride == 0))
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        near, far = i.first - j.last, i.last - j.first
+        if far < 0:
+            return False
+        if near >= 0 and far < self.stride:
+            return True
+        multiple = near >= 0 and far // self.stride > (near - 1) // self.stride
+        return None if near < self.stride or multiple else False
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Fixed(Filter):
+    """Causal and (same block of `stride`, or j mod stride >= stride - summary)."""
+
+    stride: int
+    summary: int = 1
+
+    def __post_init__(self) -> None:
+        _check_stride(self.stride)
+        if not isinstance(self.summary, int) or not 1 <= self.summary <= self.stride:
+            raise ValueError(f"summary must be from 1 to {self.stride}, but came as {self.summary}")
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        same = i // self.stride == j // self.stride
+        return (j <= i) & (same | (j % self.stride >= self.stride - self.summary))
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        if j.first > i.last:
+            return False
+        n = self.stride
+        if j.last <= i.first and i.last // n == j.first // n:
+            return True
+        summary = self._summaries(j.last) > self._summaries(j.first - 1)
+        same = j.last // n >= i.first // n and j.first // n <= i.last // n
+        return None if summary or same else False
+
+    def _summaries(self, last: int) -> int:
+        """How many of the places 0..last are summaries."""
+        blocks, rest = divmod(last + 1, self.stride)
+        return blocks * self.summary + max(0, rest - (self.stride - self.summary))
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+
+def _check_stride(stride: object) -> None:
+    if not isinstance(stride, int) or stride < 1:
+        raise ValueError(f"stride must be a whole number >= 1, but came as {stride}")
