@@ -32,23 +32,21 @@ class Smoothed(NamedTuple):
 
 @dataclass(frozen=True)
 class Link(Spec):
-    """log |w| as a function of s, elementwise. A subclass needs `log`; `slope` makes it faster."""
+    """log |w| as a function of s, elementwise. A subclass defines `log` and its derivative."""
 
     signed: ClassVar[bool] = False
     cusp: ClassVar[bool] = False
     formula: ClassVar[str] = "link(s)"
 
     def log(self, s: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define log(s)")
 
     def sign(self, s: Tensor) -> Tensor:
         return torch.ones_like(s)
 
     def slope(self, s: Tensor) -> Tensor:
         """d log |w| / ds."""
-        with torch.enable_grad():
-            s = s.detach().requires_grad_()
-            return torch.autograd.grad(self.log(s).sum(), s)[0]
+        raise NotImplementedError(f"{type(self).__name__} must define slope(s)")
 
     def pull(self, s: Tensor, weight: Tensor, log_rest: Tensor) -> Tensor:
         """dw / ds, where weight = w(s) exp(log_rest); its own method for links with zeros."""

@@ -82,7 +82,7 @@ def run(task: Task) -> Smoothed:
         if mask is not None:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
         k, padded = (repeat(x, task.batch, task.heads) for x in (k, padded))
-        out, lse = _FlashWithMass.apply(q, k, padded, mask, arguments["is_causal"], scale)
+        out, lse = flash_with_mass(q, k, padded, mask, arguments["is_causal"], scale)
         if mask is not None:
             blind = mask.isneginf().all(-1).expand(lse.shape)
             lse = lse.masked_fill(blind, -math.inf)
@@ -191,34 +191,38 @@ def _clean(
     return q, k, v, spoiled
 
 
-class _FlashWithMass(torch.autograd.Function):
-    """CPU flash attention that also returns log_mass, with a gradient through it.
+@torch.library.custom_op("mercer::flash_with_mass", mutates_args=())
+def flash_with_mass(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """CPU flash attention that also returns log_mass, with a gradient through it."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
 
-    dS_ij = P_ij (dP_ij - D_i + dlse_i), and the operator forms D_i = <dO_i, O_i> itself. One more
-    value column, zero in V, 1 in dO and -dlse in O, turns its D into D - dlse and changes nothing
-    else.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-        )
-        ctx.save_for_backward(q, k, v, mask, out, lse)
-        ctx.causal, ctx.scale = causal, scale
-        return out, lse
+@flash_with_mass.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        grad_out, grad_lse = grads
-        q, k, v, mask, out, lse = ctx.saved_tensors
-        width = v.shape[-1]
-        q, k, v, out, grad_out = (F.pad(x, (0, 1)) for x in (q, k, v, out, grad_out))
-        grad_out[..., -1] = 1.0
-        out[..., -1] = -grad_lse
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
-        )
-        return *(x[..., :width] for x in (dq, dk, dv)), None, None, None
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, mask, *output)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    # dS_ij = P_ij (dP_ij - D_i + dlse_i), and the operator forms D_i = <dO_i, O_i> itself. One
+    # more value column, zero in V, 1 in dO and -dlse in O, turns its D into D - dlse.
+    q, k, v, mask, out, lse = ctx.saved_tensors
+    width = v.shape[-1]
+    q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
+    grad_out = F.pad(grad_out, (0, 1), value=1.0)
+    out = torch.cat([out, -grad_lse[..., None].to(out.dtype)], -1)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+    )
+    return *(x[..., :width] for x in grads), None, None, None
+
+
+flash_with_mass.register_autograd(_backward, setup_context=_save)

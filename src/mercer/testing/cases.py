@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import dispatch
 from ..features import Features
 from ..filters import Filter, Full
-from ..kernels import Kernel
+from ..kernels import Kernel, Sum
 from ..problem import prepare
 from ..smoother import smooth
 from ..term import accumulator
@@ -161,6 +161,7 @@ def errors(
     }
 
 
+@torch.no_grad()
 def _rounding(case: Case) -> float:
     """One rounding of a result, and one of every number that enters a logit."""
     kernel = double(case.kernel)
@@ -168,14 +169,15 @@ def _rounding(case: Case) -> float:
     largest = 0.0
     for task in prepare(kernel, q, k, v, Full(), 0.0, False, "auto").tasks():
         for f in task.term.factors:
-            entries = [f.q.norm(dim=-1).amax() * f.k.norm(dim=-1).amax()]
-            entries += [] if f.col is None else [f.col.abs().amax()]
+            entries = f.q.norm(dim=-1).amax() * f.k.norm(dim=-1).amax()
+            entries += 0.0 if f.col is None else f.col.abs().amax()
             scale = f.scale.abs().amax() if isinstance(f.scale, Tensor) else abs(f.scale)
-            largest = max(largest, float(scale * sum(entries)))
-            largest = max(largest, 0.0 if f.row is None else float(f.row.abs().amax()))
-    if not kernel.positive:
-        # Weights that cancel in their sum magnify every rounding.
-        weight = kernel(q, k).tril()
-        largest *= (weight.abs().sum(-1) / weight.sum(-1).abs()).amax().item()
+            row = 0.0 if f.row is None else f.row.abs().amax()
+            largest = max(largest, float(scale * entries), float(row))
+    for addend in kernel.kernels if isinstance(kernel, Sum) else [kernel]:
+        if not addend.positive:
+            # Weights that cancel in their sum magnify every rounding.
+            weight = addend(q, k).tril()
+            largest *= (weight.abs().sum(-1) / weight.sum(-1).abs()).amax().item()
     wide = torch.finfo(accumulator(case.dtype)).eps
     return torch.finfo(case.dtype).eps + 4 * wide * (1 + largest)

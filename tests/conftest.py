@@ -1,0 +1,23 @@
+"""One seed, one thread a worker, and memory that is NaN until it is written."""
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def reproducible():
+    torch.manual_seed(42)
+    # Besides what its name says, this fills torch.empty with NaN.
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 4, so that short sequences have many."""
+    from mercer.backends import chunked
+
+    monkeypatch.setattr(chunked, "_block", lambda batch_heads: 4)

@@ -1,0 +1,59 @@
+import pytest
+from typer.testing import CliRunner
+
+import mercer as mc
+from mercer.commands import app
+
+run = CliRunner().invoke
+
+
+def test_systems_prints_a_row_for_each(monkeypatch):
+    for columns in ("80", "160"):
+        monkeypatch.setenv("COLUMNS", columns)
+        done = run(app, ["systems"])
+        assert done.exit_code == 0
+        for name in mc.systems.SYSTEMS:
+            assert name in done.output
+    plain = run(app, ["systems", "--plain"]).output.splitlines()
+    assert len(plain) == 1 + len(mc.systems.SYSTEMS)
+    for column in ("feature space", "kernel", "value", "filter", "symmetric", "valid", "lowers to"):
+        assert column in plain[0]
+
+
+@pytest.mark.parametrize("name", [*mc.systems.SYSTEMS, "all"])
+def test_explain_says_what_runs(name):
+    done = run(app, ["explain", name, "--shape", "2,2,48,8"])
+    assert done.exit_code == 0, done.output
+    assert "backend" in done.output
+    assert "B 2, H 2, Q 48, K 48" in done.output
+
+
+def test_explain_takes_a_dtype_and_a_backend():
+    done = run(app, ["explain", "tsai2019", "--dtype", "bfloat16", "--backend", "chunked"])
+    assert "bfloat16" in done.output
+    assert "chunked: you named it" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "bert"], "there is no system 'bert'; there are: vaswani2017"),
+        (["explain", "tsai2019", "--shape", "1,2,3"], "--shape must be B,H,T,D"),
+        (["explain", "tsai2019", "--shape", "1,2,0,8"], "at least 1"),
+        (["explain", "tsai2019", "--dtype", "int8"], "--dtype must be one of"),
+        (["explain", "tsai2019", "--device", "abacus"], "--device 'abacus' cannot be used"),
+        (["explain", "shaw2018", "--backend", "sdpa"], "backend 'sdpa' cannot run this"),
+        (["explain", "tsai2019", "--backend", "magic"], "backend must be one of"),
+    ],
+)
+def test_bad_arguments_are_said_in_one_line(arguments, message):
+    done = run(app, arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_help_and_version():
+    assert "systems" in run(app, ["--help"]).output
+    assert "B,H,T,D" in run(app, ["explain", "--help"]).output
+    assert run(app, ["--version"]).output.startswith(f"mercer {mc.__version__}")

@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+import mercer as mc
+
+X = torch.randn(2, 4, 32, 16)
+
+
+def test_an_explanation_has_every_field():
+    said = mc.explain(mc.RBF(heads=4), X, X, X, filter=mc.Causal())
+    assert said.formula == "exp(-|q - k|^2 / 2 s_h^2)"
+    assert said.filter == "Causal()"
+    assert said.backend == "sdpa"
+    assert said.widths == (17,)
+    assert said.cancelled == ("what depends on the query alone, in the normaliser",)
+    assert set(said.refusals) == {"chunked", "reference"}
+    assert said.memory > 0
+    text = str(said)
+    for part in (said.formula, said.terms[0], said.backend, "not       chunked", "memory"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "filter", "widths"),
+    [
+        (mc.Exponential(), mc.Full(), (16,)),
+        (mc.RBF(), mc.Full(), (17,)),
+        (mc.Exponential() * mc.ALiBi([1.0] * 4), mc.Causal(), (17,)),
+        (mc.Exponential() * mc.ALiBi([1.0] * 4), mc.Full(), (16,)),
+        (mc.RBF() + mc.Polynomial(), mc.Full(), (17, 16)),
+        (mc.RBF() * (mc.RBF() + mc.Cosine()), mc.Full(), (34, 33)),
+        (mc.Lookup(torch.zeros(5, 16)), mc.Full(), (0,)),
+    ],
+    ids=repr,
+)
+def test_widths_count_features_and_numbers_per_key(kernel, filter, widths):
+    assert mc.explain(kernel, X, X, X, filter=filter).widths == widths
+
+
+def test_the_chosen_backend_is_the_one_that_runs(monkeypatch):
+    from mercer.backends import chunked, sdpa
+
+    ran = []
+    for module in (chunked, sdpa):
+        run = module.run
+        monkeypatch.setattr(
+            module, "run", lambda task, m=module, r=run: ran.append(m.name) or r(task)
+        )
+    for kernel in (mc.RBF(), mc.Polynomial()):
+        ran.clear()
+        mc.smooth(kernel, X, X, X)
+        assert ran == [mc.explain(kernel, X, X, X).backend]
+
+
+def test_every_refusal_has_its_reason():
+    reasons = {
+        "link": mc.explain(mc.Polynomial(), X, X, X).refusals["sdpa"],
+        "table": mc.explain(mc.Lookup(torch.zeros(5, 16)), X, X, X).refusals["sdpa"],
+        "dropout": mc.explain(mc.RBF(), X, X, X, dropout_p=0.1).refusals["sdpa"],
+        "empty": mc.explain(mc.RBF(), X[:0], X[:0], X[:0]).refusals["sdpa"],
+    }
+    assert "s^2 is not the identity" in reasons["link"]
+    assert "dense [Q, K] bias" in reasons["table"]
+    assert "drops weights" in reasons["dropout"]
+    assert "empty" in reasons["empty"]
+    half = X.bfloat16()
+    blurred = mc.explain(mc.RBF(), half, half, half).refusals["sdpa"]
+    assert "learned scale" in blurred
+    assert mc.explain(mc.RBF(trainable=False), half, half, half).backend == "sdpa"
+
+
+def test_auto_passes_over_a_large_dense_mask():
+    x = torch.randn(1, 1, 4096, 4)
+    said = mc.explain(mc.RBF(), x, x, x, filter=mc.Window(64, 0))
+    assert said.backend == "chunked"
+    assert "dense mask of 16,777,216 elements" in said.refusals["sdpa"]
+    assert mc.explain(mc.RBF(), x, x, x, filter=mc.Window(64, 0), backend="sdpa").backend == "sdpa"
+
+
+def test_memory_is_linear_in_the_length_but_for_the_reference():
+    def memory(length, backend):
+        x = torch.zeros(1, 2, length, 16)
+        return mc.explain(mc.RBF(), x, x, x, filter=mc.Causal(), backend=backend).memory
+
+    for backend, power in (("sdpa", 2), ("chunked", 2), ("reference", 4)):
+        ratio = memory(8192, backend) / memory(4096, backend)
+        assert 1 < ratio <= power, backend
+    assert memory(8192, "reference") / memory(4096, "reference") == 4
+
+
+def test_explaining_draws_no_random_numbers():
+    torch.manual_seed(0)
+    mc.explain(mc.RBF(), X, X, X, dropout_p=0.5)
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(after, torch.rand(1))

@@ -1,0 +1,130 @@
+import pytest
+import torch
+from catalogue import DOCUMENTS, FILTERS
+
+import mercer as mc
+from mercer.testing import check_filter
+
+K = 11
+
+# The definitions of the design, for one query at place i and one key at place j.
+RULES = {
+    "full": lambda b, i, j, start: True,
+    "causal": lambda b, i, j, start: j <= i,
+    "window": lambda b, i, j, start: i - 3 <= j <= i + 1,
+    "window-left": lambda b, i, j, start: i - 2 <= j <= i,
+    "window-open": lambda b, i, j, start: j <= i + 2,
+    "memory": lambda b, i, j, start: start - 2 <= j <= i,
+    "strided": lambda b, i, j, start: j <= i and (i - j < 3 or (i - j) % 3 == 0),
+    "fixed": lambda b, i, j, start: j <= i and (i // 4 == j // 4 or j % 4 >= 2),
+    "padding": lambda b, i, j, start: j < [7, 0][b],
+    "documents": lambda b, i, j, start: bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]),
+    "packed": lambda b, i, j, start: j <= i and bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]),
+    "either": lambda b, i, j, start: (
+        (j <= i and (i - j < 4 or (i - j) % 4 == 0)) or (i <= j <= i + 2 and j < [11, 5][b])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("num_queries", [K, 4, 1])
+def test_a_filter_follows_its_definition(name, num_queries):
+    mask = FILTERS[name]().mask(num_queries, K).expand(2, 1, num_queries, K)
+    start = K - num_queries
+    for b in range(2):
+        for n in range(num_queries):
+            for j in range(K):
+                assert bool(mask[b, 0, n, j]) == RULES[name](b, n + start, j, start), (b, n, j)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_all_forms_of_a_filter_agree(name):
+    check_filter(FILTERS[name](), lengths=(1, 7, K))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_block_mask_of_flex_attention_agrees(name):
+    """From the same definition; its blocks of 128 hide nothing that is visible."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    filter = FILTERS[name]()
+    block_mask = filter.block_mask(4, K)
+    dense = create_mask(filter.mask_mod(4, K), filter.batch, None, 4, K, device="cpu")
+    assert torch.equal(dense, filter.mask(4, K))
+    assert bool(block_mask.to_dense().any()) == bool(dense.any())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_runs_a_block_mask():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    filter = mc.Causal() & mc.Documents(DOCUMENTS)
+    q, k, v = (torch.randn(2, 1, K, 16) for _ in range(3))
+    got = flex_attention(q, k, v, block_mask=filter.block_mask(K, K))
+    want = mc.smooth(mc.Exponential(), q, k, v, filter=filter, backend="reference")
+    assert (got - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("filter", "queries", "keys", "kind"),
+    [
+        (mc.Causal(), 1, 9, "Full"),
+        (mc.Causal(), 9, 9, "Causal"),
+        (mc.Window(-1, -1), 9, 9, "Full"),
+        (mc.Window(-1, 0), 9, 9, "Causal"),
+        (mc.Window(8, 0), 9, 9, "Causal"),
+        (mc.Window(7, 0), 9, 9, "Window"),
+        (mc.Memory(3), 4, 7, "Causal"),
+        (mc.Memory(2), 4, 7, "Memory"),
+        (mc.Padding([9, 9]) & mc.Causal(), 9, 9, "Causal"),
+        (mc.Causal() & mc.Window(2, 2), 9, 9, "And"),
+    ],
+    ids=repr,
+)
+def test_filters_are_simplified_where_lengths_allow(filter, queries, keys, kind):
+    simple = filter.simplify(queries, keys)
+    assert type(simple).__name__ == kind
+    assert torch.equal(
+        simple.mask(queries, keys).expand(2, -1, -1, -1),
+        filter.mask(queries, keys).expand(2, -1, -1, -1),
+    )
+
+
+def test_sdpa_gets_its_causal_flag_only_where_it_means_the_same():
+    assert mc.Causal().sdpa(5, 5) == {"is_causal": True, "attn_mask": None}
+    assert mc.Causal().sdpa(1, 5) == {"is_causal": False, "attn_mask": None}
+    short = mc.Causal().sdpa(3, 5)
+    assert not short["is_causal"]
+    assert torch.equal(short["attn_mask"], mc.Causal().mask(3, 5))
+    assert mc.Padding([3, 2]).sdpa(5, 5)["attn_mask"].shape == (2, 1, 1, 5)
+
+
+def test_joined_filters_flatten_and_read_well():
+    filter = mc.Causal() & mc.Window(3, 0) & (mc.Full() | mc.Strided(2))
+    assert len(filter.filters) == 3
+    assert repr(filter) == ("Causal() & Window(left=3, right=0) & (Full() | Strided(stride=2))")
+    assert filter.causal
+    assert not (mc.Causal() | mc.Full()).causal
+
+
+def test_a_users_own_filter_runs_everywhere():
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Even(mc.Filter):
+        """Even keys only."""
+
+        offset: int = 0
+
+        def sees(self, b, i, j, start):
+            return (j + self.offset) % 2 == 0
+
+    check_filter(Even())
+    q, k, v = (torch.randn(2, 2, 9, 4, dtype=torch.float64) for _ in range(3))
+    outs = [
+        mc.smooth(mc.RBF().double(), q, k, v, filter=Even(1) & mc.Causal(), backend=b)
+        for b in ("reference", "chunked", "sdpa")
+    ]
+    assert (outs[0][:, :, 0] == 0).all()
+    assert (outs[0] - outs[1]).abs().max() < 1e-12
+    assert (outs[0] - outs[2]).abs().max() < 1e-12
