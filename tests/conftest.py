@@ -18,6 +18,6 @@ def reproducible():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 4, so that short sequences have many."""
-    from mercer.backends import chunked
+    from mercer.backends import blocks
 
-    monkeypatch.setattr(chunked, "_block", lambda batch_heads: 4)
+    monkeypatch.setattr(blocks, "block_side", lambda batch_heads: 4)

@@ -28,6 +28,13 @@ def test_explain_says_what_runs(name):
     assert "B 2, H 2, Q 48, K 48" in done.output
 
 
+def test_explain_computes_nothing_large():
+    """The example of the help, on a shape whose projections alone would take minutes."""
+    done = run(app, ["explain", "dai2019", "--shape", "4,16,8192,64", "--dtype", "bfloat16"])
+    assert done.exit_code == 0
+    assert "Q 8192" in done.output
+
+
 def test_explain_takes_a_dtype_and_a_backend():
     done = run(app, ["explain", "tsai2019", "--dtype", "bfloat16", "--backend", "chunked"])
     assert "bfloat16" in done.output

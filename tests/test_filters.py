@@ -128,3 +128,22 @@ def test_a_users_own_filter_runs_everywhere():
     assert (outs[0][:, :, 0] == 0).all()
     assert (outs[0] - outs[1]).abs().max() < 1e-12
     assert (outs[0] - outs[2]).abs().max() < 1e-12
+
+
+def test_a_users_filter_named_like_ours_changes_nothing_of_ours():
+    from dataclasses import dataclass
+
+    q = torch.randn(1, 1, 9, 4)
+    before = mc.smooth(mc.RBF(), q, q, q, filter=mc.Causal(), backend="chunked")
+
+    @dataclass(frozen=True)
+    class Causal(mc.Filter):
+        """Everything, whatever its name says."""
+
+        def sees(self, b, i, j, start):
+            return j >= 0
+
+    after = mc.smooth(mc.RBF(), q, q, q, filter=mc.Causal(), backend="chunked")
+    assert torch.equal(before, after)
+    theirs = mc.smooth(mc.RBF(), q, q, q, filter=Causal(), backend="chunked")
+    assert (theirs - mc.smooth(mc.RBF(), q, q, q, backend="chunked")).abs().max() < 1e-6

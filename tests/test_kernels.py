@@ -175,7 +175,7 @@ WEIGHTS = {
     [
         (mc.Exponential(), "exp(<q, k> / sqrt(D))"),
         (mc.Exponential(0.5, on="position"), "exp(0.5 <q.position, k.position>)"),
-        (mc.RBF(2.0), "exp(-|q - k|^2 / 2 2^2)"),
+        (mc.RBF(2.0), "exp(-|q - k|^2 / (2 * 2^2))"),
         (mc.RBF(heads=4), "exp(-|q - k|^2 / 2 s_h^2)"),
         (mc.Polynomial(4), "<q, k>^4"),
         (mc.Linear(signed=True), "<q, k>"),

@@ -96,23 +96,12 @@ def explain_system(
     console = Console(highlight=False, soft_wrap=True)
     for name in names:
         try:
-            attention = systems.build(
-                name, heads * head_dim, heads, backend=backend, **_room(name, length)
-            )
+            attention = systems.build(name, heads * head_dim, heads, backend=backend)
             explanation = systems.example(attention, batch, length, DTYPES[dtype], place)
         except ValueError as error:
             _fail(str(error))
         console.print(f"[bold]{name}[/]  {escape(systems.find(name).title)}")
         console.print(escape(str(explanation)) + "\n")
-
-
-def _room(name: str, length: int) -> dict[str, int]:
-    """Systems with a fixed number of places get enough of them."""
-    if name == "child2019":
-        return {"max_length": length}
-    if name == "parmar2018":
-        return {"height": -(-length // 32), "width": 32}
-    return {}
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

@@ -49,7 +49,7 @@ def choose(tasks: tuple[Task, ...], backend: str) -> Choice:
             _reluctance(name, tasks) if backend == "auto" else None
         )
         if reason is None:
-            because = "you named it" if backend == name else "the first that takes every term"
+            because = "you named it" if backend == name else "the first that does not refuse"
             return Choice(name=name, because=because, refusals=refusals)
         refusals[name] = reason
     if backend != "auto":

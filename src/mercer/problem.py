@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from .dispatch import NAMES
 from .features import Features, Input
 from .filters import Filter
 from .kernels import Kernel
+from .term import accumulator, repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,9 @@ class Problem:
     batch: int
     dropout_p: float
     log_mass: bool
+    # What was not finite is zero here and marked, so that no gradient is spoiled by it.
+    bad_queries: Tensor | None = None  # [B or 1, H, Q]
+    bad_keys: Tensor | None = None  # [B or 1, H, K]
 
     def tasks(self, seed: Tensor | None = None) -> tuple[Task, ...]:
         """The kernel, lowered: one task for each term."""
@@ -42,6 +48,8 @@ class Problem:
                 dropout_p=self.dropout_p,
                 seed=seed,
                 log_mass=self.log_mass or len(terms) > 1,
+                bad_queries=self.bad_queries,
+                bad_keys=self.bad_keys,
             )
             for term in terms
         )
@@ -60,12 +68,7 @@ def prepare(
     """Raise ValueError where the arguments do not fit each other."""
     if not isinstance(kernel, Kernel):
         raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
-    if not isinstance(filter, Filter):
-        raise ValueError(f"filter must be a Filter, but came as {type(filter).__name__}")
-    if backend not in NAMES:
-        raise ValueError(f"backend must be one of {', '.join(NAMES)}, but came as {backend!r}")
-    if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):
-        raise ValueError(f"dropout_p must be at least 0 and below 1, but came as {dropout_p}")
+    check_options(filter, backend, dropout_p)
     q, k = _features("q", q), _features("k", k)
     v = _features("v", v).part("content")
     _check_lengths_and_heads(q, k, v)
@@ -77,10 +80,48 @@ def prepare(
         q, k, v = q.to(lower), k.to(lower), v.to(lower)
     _check_dtypes(q, k, v)
     filter.check(batch, q.length, k.length)
+    bad_queries, bad_keys = None, None
+    if _may_be_broken(q, k, v):
+        heads = q.heads
+        q, bad_queries = _cleaned(q, heads)
+        k, bad_keys = _cleaned(k, heads)
+        bad_keys = bad_keys | repeat(_broken(v), v.shape[0], heads)
+        v = torch.where(v.isfinite(), v, 0.0)
     return Problem(
         kernel=kernel, q=q, k=k, v=v, filter=filter.to(v.device), batch=batch,
-        dropout_p=float(dropout_p), log_mass=log_mass,
+        dropout_p=float(dropout_p), log_mass=log_mass, bad_queries=bad_queries, bad_keys=bad_keys,
     )  # fmt: skip
+
+
+def check_options(filter: object, backend: str, dropout_p: float) -> None:
+    """Raise ValueError for options that no input could make right."""
+    if not isinstance(filter, Filter):
+        raise ValueError(f"filter must be a Filter, but came as {type(filter).__name__}")
+    if backend not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, but came as {backend!r}")
+    if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):
+        raise ValueError(f"dropout_p must be at least 0 and below 1, but came as {dropout_p}")
+
+
+@torch.no_grad()
+def _may_be_broken(q: Features, k: Features, v: Tensor) -> bool:
+    # A look at the data would stall an accelerator, and a graph has no branches: take it as read.
+    if torch.compiler.is_compiling() or v.device.type != "cpu":
+        return True
+    # A sum is finite only if everything is, and one pass without a copy finds it.
+    tensors = (*q.tensors(), *k.tensors(), v)
+    return not all(bool(x.sum(dtype=accumulator(x.dtype)).isfinite()) for x in tensors)
+
+
+def _cleaned(x: Features, heads: int) -> tuple[Features, Tensor]:
+    """Finite features, and the places that were not, [B or 1, H, T]."""
+    bad = [repeat(_broken(part), part.shape[0], heads) for part in x.tensors()]
+    parts = {name: torch.where(part.isfinite(), part, 0.0) for name, part in x.items()}
+    return Features(**parts), reduce(or_, bad)
+
+
+def _broken(x: Tensor) -> Tensor:
+    return ~x.isfinite().all(-1)
 
 
 def _features(name: str, x: object) -> Features:

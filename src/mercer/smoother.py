@@ -14,8 +14,6 @@ Letters, everywhere: B batch, H heads, Q queries, K keys, D features of a head, 
 from __future__ import annotations
 
 import math
-from functools import reduce
-from operator import or_
 from typing import Literal, overload
 
 import torch
@@ -23,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
-from .backends import broken
-from .features import Features, Input
+from .features import Input
 from .filters import Filter, Full
 from .kernels import Kernel
 from .problem import Problem, prepare
@@ -82,19 +79,14 @@ def smooth(
     return result.out, result.log_mass
 
 
-def reference(
-    kernel: Kernel, q: Features, k: Features, v: Tensor, filter: Filter, dropout_p: float = 0.0
-) -> Smoothed:
+def reference(problem: Problem) -> Smoothed:
     """The formula, dense: any dtype, differentiable twice."""
-    heads, num_queries, num_keys = q.heads, q.length, k.length
-    q, bad_queries = _cleaned(q.repeat_heads(heads))
-    k, bad_keys = _cleaned(k.repeat_heads(heads))
-    v = repeat(v, v.shape[0], heads)
-    bad_keys = bad_keys | broken(v)
-    v = torch.where(v.isfinite(), v, 0.0)
+    heads, num_queries, num_keys = problem.q.heads, problem.q.length, problem.k.length
+    q, k = problem.q.repeat_heads(heads), problem.k.repeat_heads(heads)
+    v = repeat(problem.v, problem.batch, heads)
+    visible = problem.filter.mask(num_queries, num_keys, v.device)  # [B or 1, 1, Q, K]
 
-    visible = filter.mask(num_queries, num_keys, v.device)  # [B or 1, 1, Q, K]
-    log, factor = kernel.factored(q, k)  # [B, H, Q, K]
+    log, factor = problem.kernel.factored(q, k)  # [B, H, Q, K]
     log = log.to(accumulator(v.dtype)).masked_fill(~visible, -math.inf)
     size = log if factor is None else log + factor.abs().log()
     peak = F.pad(size.detach(), (0, 1), value=-math.inf).amax(-1, keepdim=True)
@@ -104,19 +96,14 @@ def reference(
 
     empty = mass == 0
     safe = torch.where(empty, 1.0, mass)
-    share = F.dropout(weight / safe[..., None], dropout_p)
+    share = F.dropout(weight / safe[..., None], problem.dropout_p)
     out = torch.where(empty[..., None], 0.0, share.to(v.dtype) @ v)
-    log_mass = torch.where(empty, -math.inf, safe.abs().log() + peak[..., 0])
-    spoiled = bad_queries | (bad_keys[:, :, None] & visible).any(-1)
-    out = out.masked_fill(spoiled[..., None], math.nan)
-    return Smoothed(out, log_mass.expand(out.shape[:3]).masked_fill(spoiled, math.nan))
-
-
-def _cleaned(x: Features) -> tuple[Features, Tensor]:
-    """Finite features, and the places that were not, [B or 1, H, T]."""
-    bad = reduce(or_, (broken(part) for part in x.tensors()))
-    parts = {name: torch.where(part.isfinite(), part, 0.0) for name, part in x.items()}
-    return Features(**parts), bad
+    log_mass = torch.where(empty, -math.inf, safe.abs().log() + peak[..., 0]).expand(out.shape[:3])
+    if problem.bad_queries is not None and problem.bad_keys is not None:
+        spoiled = problem.bad_queries | (problem.bad_keys[:, :, None] & visible).any(-1)
+        out = out.masked_fill(spoiled[..., None], math.nan)
+        log_mass = log_mass.masked_fill(spoiled, math.nan)
+    return Smoothed(out, log_mass)
 
 
 def _solve(problem: Problem, backend: str) -> Smoothed:
@@ -127,5 +114,4 @@ def _solve(problem: Problem, backend: str) -> Smoothed:
         choice = dispatch.choose(tasks, backend)
         if choice.name != "reference":
             return dispatch.run(tasks, choice.name)
-    p = problem
-    return reference(p.kernel, p.q, p.k, p.v, p.filter, p.dropout_p)
+    return reference(problem)

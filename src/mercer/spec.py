@@ -1,10 +1,11 @@
 """Frozen dataclasses as text and back.
 
 A custom operator takes tensors, numbers and strings, never objects. Links and filters must still
-reach it, so they travel as a spec: `Power(degree=2)`, `Causal() & Padding(lengths=t0)`. What this
-must meet: no evaluation of text (the grammar is calls of registered names with literal arguments),
-tensors travel beside the text and keep their place in the graph, and a user's own subclass works
-without registration.
+reach it, so they travel as text: `Power(degree=2)`, `And(filters=(Padding(lengths=t0), …))`.
+
+What this must meet: no evaluation of text (the grammar is calls of registered names with literal
+arguments), tensors travel beside the text and keep their place in the graph, and a user's own
+subclass works without registration, even one named like ours.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
-
-S = TypeVar("S", bound="Spec")
 
 
 class Spec:
     """A frozen dataclass that can be written as text; subclasses are known by their name."""
 
     registry: ClassVar[dict[str, type[Spec]]] = {}
+    spec_name: ClassVar[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # The latest definition wins, so that a notebook cell can be run again.
-        Spec.registry[cls.__name__] = cls
+        name = cls.__name__
+        # A notebook cell that is run again replaces its class; another class takes another name.
+        while name in Spec.registry and _origin(Spec.registry[name]) != _origin(cls):
+            name += "_"
+        cls.spec_name = name
+        Spec.registry[name] = cls
 
     def encode(self, tensors: list[Tensor]) -> str:
         """`Name(field=value, …)`; tensors are appended to the list and written as t0, t1, …"""
@@ -35,7 +39,11 @@ class Spec:
             f"{field.name}={_encode(getattr(self, field.name), tensors)}"
             for field in fields(self)  # type: ignore[arg-type]
         ]
-        return f"{type(self).__name__}({', '.join(values)})"
+        return f"{self.spec_name}({', '.join(values)})"
+
+
+def _origin(cls: type[Spec]) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
 
 
 def _encode(value: object, tensors: list[Tensor]) -> str:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from .explain import Explanation
+from .explain import Explanation, explain
+from .features import Features
 from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
 from .kernels import Exponential
 from .nn import (
@@ -50,7 +51,9 @@ def system(**parts: str) -> Callable[[Builder], Builder]:
 
     def enter(builder: Builder) -> Builder:
         name = builder.__name__
-        SYSTEMS[name] = System(name=name, title=builder.__doc__ or "", builder=builder, **parts)
+        SYSTEMS[name] = System(
+            name=name, title=(builder.__doc__ or name).rstrip("."), builder=builder, **parts
+        )
         return builder
 
     return enter
@@ -267,11 +270,18 @@ def example(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Explanation:
-    """How the attention runs on a self-attention input of this shape."""
+    """How the attention would run on an input of this shape, without computing it."""
     attention = attention.to(device=device, dtype=dtype)
-    x = torch.zeros(batch, length, attention.d_model, dtype=dtype, device=device)
     with torch.no_grad():
-        return attention.explain(x)
+        # One place, then as many as asked for without copying it: only shapes matter.
+        one = torch.zeros(1, 1, attention.d_model, dtype=dtype, device=device)
+        q, k, v, filter = attention.parts(one)
+        q, k = (
+            Features(**{n: x.expand(x.shape[0], -1, length, -1) for n, x in f.items()})
+            for f in (q, k)
+        )
+        v = v.expand(batch, -1, length, -1)
+        return explain(attention.joined_kernel, q, k, v, filter=filter, backend=attention.backend)
 
 
 def lowers_to(explanation: Explanation) -> str:

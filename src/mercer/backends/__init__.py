@@ -27,6 +27,9 @@ class Task:
     dropout_p: float = 0.0
     seed: Tensor | None = None
     log_mass: bool = False
+    # What was not finite, now zero; both are None where nothing had to be looked for.
+    bad_queries: Tensor | None = None  # [B or 1, H, Q]
+    bad_keys: Tensor | None = None  # [B or 1, H, K]
 
     @property
     def num_keys(self) -> int:
@@ -35,8 +38,3 @@ class Task:
     @property
     def device(self) -> torch.device:
         return self.v.device
-
-
-def broken(x: Tensor) -> Tensor:
-    """Which places hold a NaN or an infinity, [..., T] of [..., T, D]."""
-    return ~x.isfinite().all(-1)

@@ -1,9 +1,8 @@
 """torch's scaled_dot_product_attention for every term that is one plain dot product.
 
 The lift is exact: q' = [scale q, scale], k' = [k, col]. In half precision the number per key must
-not be rounded, so it is written as three numbers of that precision whose sum it is, and so is a
-scale that belongs to it. A constant taken from all of a row's logits cancels, so the columns are
-centred first.
+not be rounded, so it is written as three numbers of that precision whose sum it is, and so is the
+scale that multiplies it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..filters import Causal, Full
 from ..term import Smoothed, Term, accumulator, as_column, join, repeat
-from . import Task, broken
+from . import Task
 
 name = "sdpa"
 # The parts of a and b whose product is a b to three times the dtype's precision.
@@ -55,10 +55,10 @@ def memory(task: Task) -> int:
 def mask_elements(task: Task) -> int:
     """How large a dense mask SDPA would need, 0 if none."""
     simple = task.filter.simplify(task.num_queries, task.num_keys)
-    kind = type(simple).__name__
-    if kind == "Full" or (kind == "Causal" and task.num_queries == task.num_keys):
+    square = task.num_queries == task.num_keys
+    if isinstance(simple, Full) or (isinstance(simple, Causal) and square):
         return 0
-    rows = 1 if kind == "Padding" else task.num_queries
+    rows = 1 if simple.same_for_all else task.num_queries
     return (simple.batch or 1) * rows * task.num_keys
 
 
@@ -68,10 +68,6 @@ def run(task: Task) -> Smoothed:
     v = repeat(task.v, task.batch, task.v.shape[1])
     q, k = repeat(q, task.batch, task.heads), repeat(k, task.batch, k.shape[1])
     arguments = task.filter.sdpa(task.num_queries, task.num_keys, device)
-    spoiled = None
-    # A look at the data would stall an accelerator, and a graph has no branches: always clean.
-    if torch.compiler.is_compiling() or device.type != "cpu" or not _finite(q, k, v):
-        q, k, v, spoiled = _clean(q, k, v, arguments)
     width = max(q.shape[-1], v.shape[-1])
     if device.type != "cpu":
         width += -width % 8
@@ -96,6 +92,7 @@ def run(task: Task) -> Smoothed:
             q, k, padded, scale=scale, dropout_p=task.dropout_p, enable_gqa=grouped, **arguments
         )
     out = out[..., : v.shape[-1]]
+    spoiled = _spoiled(task, arguments)
     if spoiled is not None:
         out = out.masked_fill(spoiled[..., None], math.nan)
         lse = None if lse is None else lse.masked_fill(spoiled, math.nan)
@@ -120,7 +117,7 @@ def _width(term: Term, v: Tensor) -> int:
     half = accumulator(v.dtype) != v.dtype
     width = 0
     for f in term.factors:
-        columns = (len(PAIRS) if isinstance(f.scale, Tensor) else 3) if half else 1
+        columns = len(PAIRS) if half else 1
         width += f.q.shape[-1] + (columns if f.col is not None else 0)
     return max(width, v.shape[-1])
 
@@ -167,28 +164,18 @@ def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return parts
 
 
-def _finite(*tensors: Tensor) -> bool:
-    # A sum is finite only if everything is, and one pass without a copy finds it.
-    with torch.no_grad():
-        return all(bool(x.sum(dtype=accumulator(x.dtype)).isfinite()) for x in tensors)
-
-
-def _clean(
-    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Zero what is not finite; the queries that see any of it come back as [B, H, Q]."""
-    heads = q.shape[1]
-    bad_keys = repeat(broken(k), k.shape[0], heads) | repeat(broken(v), v.shape[0], heads)
+def _spoiled(task: Task, arguments: dict[str, Any]) -> Tensor | None:
+    """The queries that are not finite or see a key that is not, [B, H, Q]."""
+    if task.bad_queries is None or task.bad_keys is None:
+        return None
     mask = arguments["attn_mask"]
     if mask is not None:
-        seen = (bad_keys[:, :, None] & mask).any(-1)
+        seen = (task.bad_keys[:, :, None] & mask).any(-1)
     elif arguments["is_causal"]:
-        seen = bad_keys.cumsum(-1) > 0
+        seen = task.bad_keys.cumsum(-1) > 0
     else:
-        seen = bad_keys.any(-1, keepdim=True)
-    spoiled = (broken(q) | seen).expand(q.shape[:3])
-    q, k, v = (torch.where(x.isfinite(), x, 0.0) for x in (q, k, v))
-    return q, k, v, spoiled
+        seen = task.bad_keys.any(-1, keepdim=True)
+    return task.bad_queries | seen
 
 
 @torch.library.custom_op("mercer::flash_with_mass", mutates_args=())

@@ -50,6 +50,11 @@ class Filter(Spec):
         return False
 
     @property
+    def same_for_all(self) -> bool:
+        """Whether all queries see the same keys."""
+        return False
+
+    @property
     def batch(self) -> int | None:
         """The batch size it was made for; None fits all."""
         return None
@@ -106,7 +111,7 @@ class Filter(Spec):
         self, num_queries: int, num_keys: int, device: torch.device | str | None
     ) -> Tensor:
         """The dense mask, with one row where all rows are equal."""
-        return self.mask(num_queries, num_keys, device)
+        return self.mask(1 if self.same_for_all else num_queries, num_keys, device)
 
     def mask_mod(
         self, num_queries: int, num_keys: int
@@ -138,6 +143,10 @@ class Full(Filter):
         return True
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        return True
+
+    @property
+    def same_for_all(self) -> bool:
         return True
 
 
@@ -172,6 +181,10 @@ class Joined(Filter):
     def batch(self) -> int | None:
         sizes = [f.batch for f in self.filters if f.batch is not None]
         return max(sizes) if sizes else None
+
+    @property
+    def same_for_all(self) -> bool:
+        return all(f.same_for_all for f in self.filters)
 
     def check(self, batch: int, num_queries: int, num_keys: int) -> None:
         for filter in self.filters:

@@ -63,10 +63,9 @@ class Padding(Filter):
     def to(self, device: torch.device) -> Filter:
         return Padding(self.lengths.to(device)) if self.lengths.device != device else self
 
-    def narrow_mask(
-        self, num_queries: int, num_keys: int, device: torch.device | str | None
-    ) -> Tensor:
-        return self.mask(1, num_keys, device)
+    @property
+    def same_for_all(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return f"Padding({self.lengths.tolist()})"

@@ -20,6 +20,7 @@ class Kernel(nn.Module):
     symmetric: bool = True
     positive: bool = True
     valid: bool = True
+    relative: bool = False  # whether it reads i - j
     on: str = "content"
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
@@ -96,6 +97,10 @@ class Combination(Kernel):
     @property
     def valid(self) -> bool:  # type: ignore[override]
         return all(kernel.valid for kernel in self)
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        return any(kernel.relative for kernel in self)
 
     @property
     def query_parts(self) -> frozenset[str]:

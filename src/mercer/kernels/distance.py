@@ -81,7 +81,9 @@ class Distance(Kernel):
         return self.written_with(distance(self.on), self._bandwidth_name())
 
     def written_with(self, r: str, s: str) -> str:
-        return f"exp(-{r}^2 / 2 {s}^2)"
+        if self.link is not None:
+            return f"{self.link.formula}, r = {r} / {s}"
+        return f"exp(-{r}^2 / {_times_square('2', s)})"
 
     def _bandwidth_name(self) -> str:
         if self.log_bandwidth.numel() > 1:
@@ -123,7 +125,8 @@ class RationalQuadratic(Distance):
         self.alpha = alpha
 
     def written_with(self, r: str, s: str) -> str:
-        return f"(1 + {r}^2 / {2 * self.alpha:g} {s}^2)^-{self.alpha:g}"
+        square = _times_square(f"{2 * self.alpha:g}", s)
+        return f"(1 + {r}^2 / {square})^-{self.alpha:g}"
 
 
 class Matern(Distance):
@@ -144,10 +147,6 @@ class Matern(Distance):
             raise ValueError(f"nu must be 0.5, 1.5 or 2.5, but came as {nu}")
         self.nu = nu
         self.link = links[nu]
-
-    def written_with(self, r: str, s: str) -> str:
-        assert self.link is not None
-        return f"{self.link.formula}, r = {r} / {s}"
 
 
 class AdaptiveRBF(Distance):
@@ -200,6 +199,10 @@ def squared_distance(q: Tensor, k: Tensor) -> Tensor:
 def half_norm(x: Tensor) -> Tensor:
     """-|x|^2 / 2 in the accumulator's dtype, [B, H, T]."""
     return -0.5 * x.to(accumulator(x.dtype)).square().sum(-1)
+
+
+def _times_square(number: str, s: str) -> str:
+    return f"{number} {s}^2" if s.startswith("s") else f"({number} * {s}^2)"
 
 
 def distance(on: str) -> str:

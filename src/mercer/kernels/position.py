@@ -18,6 +18,7 @@ class Positional(Kernel):
 
     symmetric = False
     valid = False
+    relative = True
 
     @property
     def key_parts(self) -> frozenset[str]:

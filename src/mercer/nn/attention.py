@@ -12,6 +12,7 @@ from ..explain import Explanation, explain
 from ..features import Features
 from ..filters import Filter, Full
 from ..kernels import Exponential, Kernel
+from ..problem import check_options
 from ..smoother import smooth
 from .cache import Cache, SegmentMemory
 from .positions import Position, place
@@ -56,18 +57,20 @@ class KernelAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         context_dim = d_model if context_dim is None else context_dim
-        _check_sizes(d_model, num_heads, num_kv_heads, head_dim)
+        _check_sizes(d_model, num_heads, num_kv_heads, head_dim, context_dim)
         if value not in ("content", "content+position"):
             raise ValueError(
                 f"value must be 'content' or 'content+position', but came as {value!r}"
             )
         if symmetric and (num_kv_heads != num_heads or context_dim != d_model):
             raise ValueError(
-                "symmetric=True uses one projection for queries and keys: num_kv_heads and "
-                "context_dim must be left alone"
+                "symmetric=True has one projection for queries and keys, so num_kv_heads must be "
+                f"{num_heads} and context_dim {d_model}, but came as {num_kv_heads} and "
+                f"{context_dim}"
             )
         if kernel is not None and not isinstance(kernel, Kernel):
             raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
+        check_options(filter, backend, dropout)
         head_dim = d_model // num_heads if head_dim is None else head_dim
         self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim
         self.num_kv_heads, self.context_dim = num_kv_heads, context_dim
@@ -87,6 +90,12 @@ class KernelAttention(nn.Module):
         self.out = nn.Linear(num_heads * head_dim, d_model, bias=bias)
         if value == "content+position":
             self.position.embed(torch.zeros(1, dtype=torch.long))
+        added = self.position.adds or value == "content+position"
+        if added and context_dim != d_model:
+            raise ValueError(
+                f"positions are added to the context, so context_dim must be d_model {d_model}, "
+                f"but came as {context_dim}"
+            )
 
     @property
     def joined_kernel(self) -> Kernel:
@@ -149,8 +158,9 @@ class KernelAttention(nn.Module):
         """The arguments of `smooth`: queries, keys, values and the filter."""
         self._check(x, context, cache)
         filter = self.filter if filter is None else filter
+        check_options(filter, self.backend, self.dropout)
         if context is not None:
-            return (*self._cross(x, context, cache), filter)
+            return (*self._cross(x, context, filter, cache), filter)
         if isinstance(cache, SegmentMemory):
             before = cache.seen - cache.length
             whole = cache.extend(x)
@@ -168,29 +178,37 @@ class KernelAttention(nn.Module):
         return q, k, v, filter
 
     def _cross(
-        self, x: Tensor, context: Tensor, cache: Cache | SegmentMemory | None
+        self, x: Tensor, context: Tensor, filter: Filter, cache: Cache | SegmentMemory | None
     ) -> tuple[Features, Features, Tensor]:
         if isinstance(cache, SegmentMemory):
             raise ValueError("a SegmentMemory is for self-attention; the context has its own")
-        if cache is not None and self.position.relative:
-            raise ValueError(
-                f"{type(self.position).__name__} counts i - j from the last query, so that "
-                "cross-attention with it cannot be decoded step by step; "
-                "use NoPosition, DirectSum or ProductKernel"
-            )
-        before = 0 if cache is None else cache.start
+        if cache is not None:
+            self._check_steps(filter)
+        before = 0 if cache is None else cache.places
         q = self._queries(x, torch.arange(before, before + x.shape[1], device=x.device))
-        if cache is not None and cache.length:
-            k, v = cache.keys, cache.values
-        else:
+        if cache is None or cache.length == 0:
             places = torch.arange(context.shape[1], device=x.device)
             k, v = self._keys_and_values(context, places)
             if cache is not None:
-                cache.append(k, v)
+                cache.hold(k, v)
+        else:
+            k, v = cache.keys, cache.values
         if cache is not None:
-            # The context's keys do not grow; `start` counts the queries that were asked.
-            cache.start += x.shape[1]
+            cache.asked = before + x.shape[1]
         return q, k, v
+
+    def _check_steps(self, filter: Filter) -> None:
+        """The last query stands beside the last key: in a context, it moves with every step."""
+        if self.joined_kernel.relative:
+            raise ValueError(
+                "this kernel counts i - j, which cross-attention cannot decode step by step; "
+                "use NoPosition, DirectSum or ProductKernel, and a kernel of the features alone"
+            )
+        if not filter.same_for_all:
+            raise ValueError(
+                "cross-attention with a cache needs a filter that is the same for all queries, "
+                f"such as Full() or Padding(lengths), but came with {filter}"
+            )
 
     def _queries(self, x: Tensor, places: Tensor) -> Features:
         q = self._heads(self.query(self.position.add(x, places)), self.num_heads)
@@ -227,9 +245,13 @@ class KernelAttention(nn.Module):
         return f"value={self.value_function!r}, filter={self.filter}, symmetric={self.tied}"
 
 
-def _check_sizes(d_model: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    for name, size in (("d_model", d_model), ("num_heads", num_heads), ("head_dim", head_dim)):
-        if size is not None and size < 1:
+def _check_sizes(
+    d_model: int, num_heads: int, num_kv_heads: int, head_dim: int | None, context_dim: int
+) -> None:
+    sizes = {"d_model": d_model, "num_heads": num_heads, "context_dim": context_dim}
+    sizes |= {} if head_dim is None else {"head_dim": head_dim}
+    for name, size in sizes.items():
+        if size < 1:
             raise ValueError(f"{name} must be at least 1, but came as {size}")
     if head_dim is None and d_model % num_heads:
         raise ValueError(f"d_model {d_model} does not divide into {num_heads} heads")

@@ -12,17 +12,25 @@ class Cache:
     """Keys and values of everything seen so far, for one layer.
 
     With it, step by step decoding equals the full pass. A segment (see `Memory`) starts where the
-    cache starts, or at the last call of `new_segment`.
+    cache starts, or at the last call of `new_segment`. In cross-attention the keys and values are
+    the context's and do not grow; the cache counts the queries that were asked.
     """
 
     def __init__(self) -> None:
         self._keys: dict[str, Tensor] = {}
         self._values: Tensor | None = None
         self.start = 0
+        self.asked: int | None = None
 
     @property
     def length(self) -> int:
+        """How many keys there are."""
         return 0 if self._values is None else self._values.shape[2]
+
+    @property
+    def places(self) -> int:
+        """The place of the next query."""
+        return self.length if self.asked is None else self.asked
 
     @property
     def keys(self) -> Features:
@@ -35,6 +43,7 @@ class Cache:
         return self._values
 
     def append(self, keys: Features, values: Tensor) -> None:
+        """More keys and values, after those that are there."""
         if self._values is None:
             self._keys, self._values = dict(keys.items()), values
             return
@@ -42,26 +51,40 @@ class Cache:
             raise ValueError(
                 f"the cache holds {self._values.shape[0]} sequences, but {values.shape[0]} came"
             )
-        self._keys = {n: torch.cat([self._keys[n], x], 2) for n, x in keys.items()}
+        self._keys = {name: _after(self._keys[name], x) for name, x in keys.items()}
         self._values = torch.cat([self._values, values], 2)
+
+    def hold(self, keys: Features, values: Tensor) -> None:
+        """The keys and values of a context, which stay as they are."""
+        self._keys, self._values, self.asked = dict(keys.items()), values, 0
 
     def new_segment(self) -> None:
         """What comes next is a new segment; all before it is memory."""
-        self.start = self.length
+        self.start = self.places
 
     def crop(self, length: int) -> None:
         """Forget all but the first places, as after rejected guesses."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"length must be from 0 to {self.length}, but came as {length}")
-        if self._values is not None:
-            self._keys = {n: x[:, :, :length] for n, x in self._keys.items()}
+        if not 0 <= length <= self.places:
+            raise ValueError(f"length must be from 0 to {self.places}, but came as {length}")
+        self.start = min(self.start, length)
+        if self.asked is not None:
+            self.asked = length
+        elif self._values is not None:
+            self._keys = {name: x[:, :, :length] for name, x in self._keys.items()}
             self._values = self._values[:, :, :length]
 
     def reorder(self, index: Tensor) -> None:
         """Keep these sequences in this order, as beam search asks."""
         if self._values is not None:
-            self._keys = {n: x[index] if x.shape[0] > 1 else x for n, x in self._keys.items()}
+            count = self._values.shape[0]
+            # A part with batch 1 is the same for all sequences.
+            self._keys = {n: x[index] if x.shape[0] == count else x for n, x in self._keys.items()}
             self._values = self._values[index]
+
+
+def _after(before: Tensor, x: Tensor) -> Tensor:
+    batch = max(before.shape[0], x.shape[0])
+    return torch.cat([part.expand(batch, -1, -1, -1) for part in (before, x)], 2)
 
 
 class SegmentMemory:

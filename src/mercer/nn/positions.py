@@ -29,11 +29,11 @@ class Sinusoid(nn.Module):
         self.dim = 0
 
     def setup(self, dim: int) -> None:
-        if dim % 2:
-            raise ValueError(f"a sinusoid needs an even width, but came with {dim}")
         self.dim = dim
 
     def forward(self, places: Tensor) -> Tensor:
+        if self.dim % 2:
+            raise ValueError(f"a sinusoid needs an even width, but came with {self.dim}")
         angle = places[:, None] * frequencies(self.dim, self.base, places.device)
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)  # [T, dim]
 
@@ -62,7 +62,6 @@ class Learned(nn.Module):
 class Position(nn.Module):
     """How places enter; this base is the identity, with a sinusoid for the value function."""
 
-    relative = False
     symmetric = True
 
     def __init__(self) -> None:
@@ -78,9 +77,14 @@ class Position(nn.Module):
         """t, [T, d_model]."""
         return self.embedding(places)
 
+    @property
+    def adds(self) -> bool:
+        """Whether t is added to what the projections of queries and keys read."""
+        return False
+
     def add(self, x: Tensor, places: Tensor) -> Tensor:
         """What the projections of queries and keys read."""
-        return x
+        return x + self.embed(places).to(x.dtype) if self.adds else x
 
     def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
         return {"content": q}
@@ -106,14 +110,14 @@ class DirectSum(Position):
         super().__init__()
         self.embedding = Sinusoid() if embedding is None else embedding
 
-    def add(self, x: Tensor, places: Tensor) -> Tensor:
-        return x + self.embed(places).to(x.dtype)
+    @property
+    def adds(self) -> bool:
+        return True
 
 
 class LookupTable(Position):
     """L(i - j, f_q) k(f_q, f_k), with L = exp(<f_q W_q, a_{i-j}> / sqrt(D)) (Eq. 6)."""
 
-    relative = True
     symmetric = False
 
     def __init__(self, max_distance: int = 16, *, per_head: bool = False) -> None:
@@ -137,7 +141,6 @@ class RelativeSinusoid(Position):
     width: the number of sinusoids, "head" for D or "model" for d_model (as in Transformer-XL).
     """
 
-    relative = True
     symmetric = False
 
     def __init__(
@@ -235,8 +238,6 @@ class Rotary(Position):
 class ALiBi(Position):
     """exp(-m_h |i - j|), with the slopes of the paper."""
 
-    relative = True
-
     def __init__(self, *, trainable: bool = False) -> None:
         super().__init__()
         self.trainable = trainable
@@ -300,8 +301,9 @@ class Grid2D(Position):
     def embed(self, places: Tensor) -> Tensor:
         return torch.cat(self.axes(places), -1)
 
-    def add(self, x: Tensor, places: Tensor) -> Tensor:
-        return x + self.embed(places).to(x.dtype) if self.combine == "sum" else x
+    @property
+    def adds(self) -> bool:
+        return self.combine == "sum"
 
     def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
         if self.combine == "sum":
@@ -349,4 +351,8 @@ def place(position: Position | str | None, d_model: int, num_heads: int, head_di
         raise ValueError(f"position must be a Position, but came as {type(position).__name__}")
     position = copy.deepcopy(position)
     position.setup(d_model, num_heads, head_dim)
+    # A first place, so that sizes that do not fit are said now.
+    first = torch.zeros(1, dtype=torch.long)
+    position.add(torch.zeros(1, 1, d_model), first)
+    position.query_parts(torch.zeros(1, num_heads, 1, head_dim), first)
     return position

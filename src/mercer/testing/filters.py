@@ -10,8 +10,8 @@ from torch import Tensor
 from ..filters import Causal, Filter, Full, Span
 
 
-def check_filter(filter: Filter, *, batch: int = 2, lengths: Sequence[int] = (1, 7, 12)) -> None:
-    """One definition: the mask, SDPA's arguments, the block mask and the blocks agree."""
+def check_filter(filter: Filter, *, lengths: Sequence[int] = (1, 7, 12)) -> None:
+    """One definition: the mask, SDPA's arguments, FlexAttention's rule and the blocks agree."""
     for num_keys in lengths:
         for num_queries in (num_keys, max(num_keys - 3, 1), 1):
             here = filter.until(num_keys, 0)

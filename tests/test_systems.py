@@ -1,0 +1,329 @@
+"""The systems of the papers, each against its defining formula written out naively."""
+
+import math
+
+import pytest
+import torch
+
+import mercer as mc
+from mercer import nn as mn
+from mercer import systems
+from mercer.dispatch import BACKENDS
+from mercer.problem import prepare
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 8, 16, 2
+DIM = WIDTH // HEADS
+TOLERANCE = 1e-10
+
+
+def draw(length=LENGTH):
+    return torch.randn(BATCH, length, WIDTH, dtype=torch.float64)
+
+
+def sinusoid(places, width=WIDTH):
+    rows = []
+    for i in places:
+        angles = [i / 10000 ** (2 * p / width) for p in range(width // 2)]
+        rows.append([f(angle) for angle in angles for f in (math.sin, math.cos)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def in_heads(x, weight):
+    return torch.einsum("btc,hdc->bhtd", x, weight.unflatten(0, (HEADS, -1)))
+
+
+def inner(q, k):
+    return torch.einsum("bhid,bhjd->bhij", q, k)
+
+
+def average(a, log_weight, v, visible):
+    """Definition 1: the mean of the visible values by their weights, and W_o."""
+    queries, keys = log_weight.shape[-2:]
+    seen = torch.tensor([[visible(i, j) for j in range(keys)] for i in range(queries)])
+    weight = log_weight.exp() * seen
+    share = weight / weight.sum(-1, keepdim=True)
+    return torch.einsum("bhij,bhjd->bihd", share, v).flatten(2) @ a.out.weight.T
+
+
+def everything(i, j):
+    return True
+
+
+def causal(i, j):
+    return j <= i
+
+
+def direct_sum(a, x, t, visible, context=None, s=None):
+    """k_exp(f_q + t_q, f_k + t_k) and (f_k + t_k) W_v: Eq. 4 and Eq. 7."""
+    f_k = (x if context is None else context) + (t if s is None else s)
+    q, k = in_heads(x + t, a.query.weight), in_heads(f_k, a.key.weight)
+    return average(a, inner(q, k) / math.sqrt(DIM), in_heads(f_k, a.value.weight), visible)
+
+
+def plain(a, x, scale, extra=None, visible=everything):
+    """k_exp(f_q, f_k), times a factor, and f_k W_v: Eq. 3 and Eq. 8."""
+    q, k = in_heads(x, a.query.weight), in_heads(x, a.key.weight)
+    log = inner(q, k) * scale + (0.0 if extra is None else extra(a, q))
+    return average(a, log, in_heads(x, a.value.weight), visible)
+
+
+def lookup(a, q):
+    """<q_i, a_clip(i - j, -c, c)> / sqrt(D), with c = 3."""
+    table = a.position.kernel.table
+    table = table if table.dim() == 3 else table.expand(HEADS, *table.shape)
+    assert table.shape == (HEADS, 7, DIM)
+    log = torch.zeros(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    for i in range(LENGTH):
+        for j in range(LENGTH):
+            row = table[:, max(-3, min(3, i - j)) + 3]
+            log[:, :, i, j] = (q[:, :, i] * row).sum(-1) / math.sqrt(DIM)
+    return log
+
+
+def dai2019(a, x):
+    """((q + u) . k_j + (q + v) . W_R R_{i-j}) / sqrt(D), causal."""
+    position = a.position
+    r = torch.stack([sinusoid([i - j for j in range(LENGTH)]) for i in range(LENGTH)])
+    r = torch.einsum("hdp,ijp->hijd", position.weight, r)
+    q, k = in_heads(x, a.query.weight), in_heads(x, a.key.weight)
+    log = inner(q + position.content_bias, k)
+    log = log + torch.einsum("bhid,hijd->bhij", q + position.position_bias, r)
+    return average(a, log / math.sqrt(DIM), in_heads(x, a.value.weight), causal)
+
+
+def strided(i, j):
+    return j <= i and (i - j < 3 or (i - j) % 3 == 0)
+
+
+def fixed(i, j):
+    return j <= i and (i // 4 == j // 4 or j % 4 >= 2)
+
+
+def parmar2018(a, x):
+    """Pixels row by row on a grid of 2 x 4; half of the embedding is the row, half the column."""
+    rows = sinusoid([i // 4 for i in range(LENGTH)], WIDTH // 2)
+    columns = sinusoid([i % 4 for i in range(LENGTH)], WIDTH // 2)
+    return direct_sum(a, x, torch.cat([rows, columns], -1), lambda i, j: i - 3 <= j <= i)
+
+
+def tsai2019(a, x):
+    """exp(<f_q W_F, f_k W_F> / sqrt(D)) exp(<t_q W_T, t_k W_T> / sqrt(D)) and f_k W_v: Eq. 9."""
+    f = in_heads(x, a.query.weight)
+    t = in_heads(sinusoid(range(LENGTH))[None], a.position.query.weight)
+    log = (inner(f, f) + inner(t, t)) / math.sqrt(DIM)
+    return average(a, log, in_heads(x, a.value.weight), everything)
+
+
+# What is chosen small enough to show at this length, and the formula.
+SYSTEMS = {
+    "vaswani2017": (
+        {},
+        lambda a, x: direct_sum(a, x, sinusoid(range(LENGTH)), everything),
+    ),
+    "shaw2018": ({"max_distance": 3}, lambda a, x: plain(a, x, DIM**-0.5, lookup)),
+    "huang2018": (
+        {"max_distance": 3},
+        lambda a, x: plain(a, x, DIM**-0.5, lookup, causal),
+    ),
+    "dai2019": ({}, dai2019),
+    "child2019": (
+        {"stride": 3, "max_length": LENGTH},
+        lambda a, x: direct_sum(a, x, a.position.embedding.weight, strided),
+    ),
+    "parmar2018": ({"height": 2, "width": 4, "window": 3}, parmar2018),
+    "lee2018": ({}, lambda a, x: plain(a, x, DIM**-0.5)),
+    "wang2018": ({}, lambda a, x: plain(a, x, 1.0)),
+    "tsai2019multimodal": (
+        {},
+        lambda a, x: direct_sum(a, x, sinusoid(range(LENGTH)), everything),
+    ),
+    "tsai2019": ({}, tsai2019),
+}
+PARTS = ("feature space", "kernel", "value", "filter")
+
+
+def build(name, **options):
+    attention = systems.build(name, WIDTH, HEADS, **(SYSTEMS[name][0] | options)).double()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return attention
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def taking(a, x):
+    """The backends that run this call, by asking each."""
+    q, k, v, filter = a.parts(x)
+    tasks = prepare(a.joined_kernel, q, k, v, filter, 0.0, False, "auto").tasks()
+    return [name for name, b in BACKENDS.items() if all(b.refuses(task) is None for task in tasks)]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_is_its_formula(name):
+    a, x = build(name), draw()
+    close(a(x), SYSTEMS[name][1](a, x))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_gives_the_same_on_every_backend(name):
+    a, x = build(name, backend="reference"), draw()
+    want = a(x)
+    grads = torch.autograd.grad(want.square().sum(), list(a.parameters()))
+    names = taking(a, x)
+    assert "chunked" in names
+    assert ("sdpa" in names) == (name not in ("shaw2018", "huang2018"))
+    for backend in (*names, "auto"):
+        a.backend = backend
+        got = a(x)
+        close(got, want)
+        for g, w in zip(
+            torch.autograd.grad(got.square().sum(), list(a.parameters())), grads, strict=True
+        ):
+            close(g, w)
+
+
+def test_every_system_is_tested_here():
+    assert set(SYSTEMS) == set(systems.SYSTEMS)
+
+
+@pytest.mark.parametrize("name", ["vaswani2017", "shaw2018", "tsai2019"])
+def test_a_decoder_is_the_system_with_a_causal_filter(name):
+    decoder, encoder, x = build(name, filter=mc.Causal()), build(name), draw()
+    encoder.load_state_dict(decoder.state_dict())
+    for length in range(1, LENGTH + 1):
+        close(decoder(x)[:, length - 1], encoder(x[:, :length])[:, -1])
+
+
+def test_child2019_has_the_fixed_pattern_too():
+    a, x = build("child2019", pattern="fixed", stride=4, summary=2), draw()
+    close(a(x), direct_sum(a, x, a.position.embedding.weight, fixed))
+
+
+def test_dai2019_sees_as_much_memory_as_it_is_given():
+    a, x, memory = build("dai2019", memory=2), draw(), mn.SegmentMemory(5)
+    a(x[:, :6], cache=memory)
+    close(a(x[:, 6:], cache=memory), a(x[:, 4:], filter=mc.Causal())[:, 2:])
+
+
+def test_tsai2019multimodal_asks_one_modality_about_another():
+    a, language, vision = build("tsai2019multimodal"), draw(), draw(5)
+    t, s = sinusoid(range(LENGTH)), sinusoid(range(5))
+    close(a(language, vision), direct_sum(a, language, t, everything, vision, s))
+
+
+def test_sizes_unless_told_otherwise():
+    assert systems.build("shaw2018", WIDTH, HEADS).position.kernel.table.shape == (33, DIM)
+    assert systems.build("huang2018", WIDTH, HEADS).position.kernel.table.shape == (2, 1025, DIM)
+    assert systems.build("dai2019", WIDTH, HEADS).filter == mc.Memory(150)
+    assert systems.build("child2019", WIDTH, HEADS).filter == mc.Strided(32)
+    assert systems.build("parmar2018", WIDTH, HEADS).filter == mc.Window(256, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vaswani2017", {"filter": mc.Window(2, 0)}),
+        ("shaw2018", {"value": "content+position"}),
+        ("huang2018", {"filter": mc.Full()}),
+        ("dai2019", {"kernel": mc.RBF(2.0)}),
+        ("child2019", {"filter": mc.Causal()}),
+        ("parmar2018", {"position": mn.NoPosition(), "value": "content"}),
+        ("lee2018", {"kernel": mc.Polynomial(2)}),
+        ("wang2018", {"kernel": mc.Exponential()}),
+        ("tsai2019multimodal", {"position": mn.ProductKernel()}),
+        ("tsai2019", {"position": mn.Rotary()}),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "-".join(part),
+)
+def test_options_override_parts(name, options):
+    own, other, x = build(name), build(name, **options), draw()
+    with torch.no_grad():
+        shared = dict(own.named_parameters())
+        for key, parameter in other.named_parameters():
+            if key in shared:
+                parameter.copy_(shared[key])
+    assert (own(x) - other(x)).abs().max() > 1e-4
+    for key, value in options.items():
+        here = other.value_function if key == "value" else getattr(other, key)
+        assert here == value if key in ("value", "filter") else type(here) is type(value)
+
+
+def test_options_reach_the_module():
+    a = systems.build("vaswani2017", WIDTH, 4, num_kv_heads=2, bias=True, dropout=0.1)
+    assert (a.num_kv_heads, a.dropout) == (2, 0.1)
+    assert a.out.bias.shape == (WIDTH,)
+
+
+def test_tsai2019_untied_is_no_longer_valid():
+    assert systems.build("tsai2019", WIDTH, HEADS).valid
+    assert not systems.build("tsai2019", WIDTH, HEADS, symmetric=False).valid
+
+
+def test_tsai2019_saves_a_third_of_the_matrices_of_dai2019():
+    def matrices(name):
+        named = systems.build(name, WIDTH, HEADS).named_parameters()
+        kept = {n: p for n, p in named if n not in ("value.weight", "out.weight")}
+        return sum(p.numel() for n, p in kept.items() if n.endswith("weight"))
+
+    assert 3 * matrices("tsai2019") == 2 * matrices("dai2019") == 6 * WIDTH**2
+
+
+def test_an_unknown_system_raises_with_the_names():
+    with pytest.raises(ValueError, match="no system 'vaswani2018'") as raised:
+        systems.build("vaswani2018", WIDTH, HEADS)
+    assert all(name in str(raised.value) for name in systems.SYSTEMS)
+
+
+def test_an_unknown_pattern_raises():
+    with pytest.raises(ValueError, match=r"pattern must be 'strided' or 'fixed'.*'random'"):
+        systems.build("child2019", WIDTH, HEADS, pattern="random")
+
+
+@pytest.fixture(scope="module")
+def table():
+    return systems.table()
+
+
+def test_the_table_states_the_four_parts_of_each_system(table):
+    assert len(table) == len(systems.SYSTEMS)
+    assert [row["system"] for row in table] == list(systems.SYSTEMS)
+    assert all(row[part] for row in table for part in PARTS)
+    by_name = {row["system"]: tuple(row[part] for part in PARTS) for row in table}
+    assert by_name["vaswani2017"] == (
+        "F x T",
+        "k_exp(f_q + t_q, f_k + t_k)",
+        "(f_k + t_k) W_v",
+        "all; causal in the decoder",
+    )
+    spaces = [by_name[name][0] for name in ("parmar2018", "lee2018", "wang2018")]
+    assert spaces == ["F x H x W", "F", "F"]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_table_says_of_the_values_what_the_system_does(name, table):
+    (row,) = (row for row in table if row["system"] == name)
+    uses_position = build(name).value_function == "content+position"
+    assert row["value"].startswith("(f_k + ") == uses_position
+    assert (row["value"] == "f_k W_v") != uses_position
+
+
+def test_of_the_table_only_tsai2019_is_valid(table):
+    for column in ("symmetric", "valid"):
+        assert {row["system"] for row in table if row[column] == "yes"} == {"tsai2019"}
+        assert {row[column] for row in table} == {"yes", "no"}
+
+
+def test_the_table_says_what_a_system_lowers_to(table):
+    lowered = {row["system"]: row["lowers to"] for row in table}
+    assert lowered["vaswani2017"] == "a dot product of 64"
+    assert lowered["tsai2019"] == "a dot product of 128"
+    assert "table" in lowered["shaw2018"]
+
+
+def test_the_table_prints_its_columns_and_rows(table):
+    lines = str(table).splitlines()
+    assert len(lines) == len(systems.SYSTEMS) + 1
+    assert all(part in lines[0] for part in (*PARTS, "system", "valid"))
+    assert [line.split()[0] for line in lines[1:]] == list(systems.SYSTEMS)
