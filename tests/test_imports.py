@@ -25,6 +25,7 @@ ORDER = [
     ("systems",),
     ("testing",),
     ("__init__",),
+    ("bench",),
     ("commands",),
     ("cli",),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import torch
@@ -10,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import __version__, systems
+from . import __version__, bench, systems
+from .bench import DTYPES
 from .dispatch import NAMES
 
 app = typer.Typer(
@@ -21,13 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 def _version(wanted: bool) -> None:
@@ -102,6 +97,64 @@ def explain_system(
             _fail(str(error))
         console.print(f"[bold]{name}[/]  {escape(systems.find(name).title)}")
         console.print(escape(str(explanation)) + "\n")
+
+
+@app.command("bench")
+def run_bench(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, …; cuda where there is one.")
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="Batch, heads, length and head dimension.", metavar="BxHxTxD,…"),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPES)}; bfloat16 on CUDA, float32 on CPU.")
+    ] = None,
+    kernels: Annotated[
+        str | None, typer.Option(help=f"all, or some of: {', '.join(bench.KERNELS)}.")
+    ] = None,
+    filter: Annotated[
+        str, typer.Option(help="full, causal, window:1024, memory:512, strided:128, fixed:128:8.")
+    ] = "causal",
+    backends: Annotated[
+        str | None, typer.Option(help=f"Some of: {', '.join(NAMES)}; auto unless given.")
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(help=f"all, none (SDPA alone), or some of: {', '.join(bench.PEERS)}.")
+    ] = "all",
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="No backward.")] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="One query against T keys, forward only.")
+    ] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Find the fastest backend of each kind of kernel.")
+    ] = False,
+    repeats: Annotated[
+        int | None, typer.Option(help="Timed runs of a row; about a second of them unless given.")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write JSON and Markdown to results/bench/.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Write there instead, without an ending.", metavar="PATH")
+    ] = None,
+) -> None:
+    """Time the kernels beside softmax attention and other libraries. What is wrong gets no time.
+
+    For example: `mercer bench --kernels rbf,laplace --shapes 4x16x8192x64 --save`
+    """
+    place = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        settings = bench.read(
+            device=place, dtype=dtype, shapes=shapes, filter=filter, kernels=kernels,
+            backends=backends, peers=peers, forward_only=forward_only, decode=decode, tune=tune,
+            repeats=repeats, save=save, output=output,
+        )  # fmt: skip
+        code = bench.run(settings, Console(highlight=False))
+    except ValueError as error:
+        _fail(str(error))
+    raise typer.Exit(code)
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

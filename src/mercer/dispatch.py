@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from .backends import Task, chunked, sdpa
+from .backends import Task, chunked, linear, sdpa, triton
 from .term import Smoothed, mix
 
 
@@ -22,8 +22,12 @@ class Backend(Protocol):
 
 
 # In the order in which "auto" tries them; the reference comes last and takes everything.
-BACKENDS: dict[str, Backend] = {b.name: b for b in cast(tuple[Backend, ...], (sdpa, chunked))}
+BACKENDS: dict[str, Backend] = {
+    b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear))
+}
 NAMES = ("auto", "reference", *BACKENDS)
+# These keep NaN to the rows that see it by themselves; the others are given cleaned inputs.
+HANDLES_NAN = (triton.name,)
 # Above this, a dense mask costs more than the blocks that chunked can skip.
 LARGE_MASK = 2**22
 
@@ -60,16 +64,31 @@ def choose(tasks: tuple[Task, ...], backend: str) -> Choice:
 def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
     if not tasks:
         return "the kernel has no lowering: it defines log_weight, but no terms"
-    return next((why for task in tasks if (why := backend.refuses(task)) is not None), None)
+    for task in tasks:
+        why = backend.refuses(task)
+        if why is not None:
+            return why
+    return None
 
 
 def _reluctance(name: str, tasks: tuple[Task, ...]) -> str | None:
     """Why `auto` passes over a backend that could run."""
+    if name == "triton" and all(sdpa.takes_as_it_is(task) for task in tasks):
+        return "SDPA is faster where a term is its own form"
     if name == "sdpa":
         elements = max(sdpa.mask_elements(task) for task in tasks)
         if elements > LARGE_MASK:
             return f"it would need a dense mask of {elements:,} elements"
+    if name == "chunked" and all(_long_enough(task) for task in tasks):
+        return "at this length, linear time wins"
     return None
+
+
+def _long_enough(task: Task) -> bool:
+    """Where `linear` overtakes `chunked` on a CPU: from 0.6 D V keys on."""
+    if linear.refuses(task) is not None:
+        return False
+    return task.num_keys >= 0.6 * task.term.factors[0].q.shape[-1] * task.v.shape[-1]
 
 
 def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:

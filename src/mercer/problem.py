@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
@@ -32,6 +32,17 @@ class Problem:
     # What was not finite is zero here and marked, so that no gradient is spoiled by it.
     bad_queries: Tensor | None = None  # [B or 1, H, Q]
     bad_keys: Tensor | None = None  # [B or 1, H, K]
+
+    def cleaned(self) -> Problem:
+        """The same problem with what is not finite set to zero and marked."""
+        q, k, v, heads = self.q, self.k, self.v, self.q.heads
+        if not _may_be_broken(q, k, v):
+            return self
+        q, bad_queries = _cleaned(q, heads)
+        k, bad_keys = _cleaned(k, heads)
+        bad_keys = bad_keys | repeat(_broken(v), v.shape[0], heads)
+        v = torch.where(v.isfinite(), v, 0.0)
+        return replace(self, q=q, k=k, v=v, bad_queries=bad_queries, bad_keys=bad_keys)
 
     def tasks(self, seed: Tensor | None = None) -> tuple[Task, ...]:
         """The kernel, lowered: one task for each term."""
@@ -80,16 +91,9 @@ def prepare(
         q, k, v = q.to(lower), k.to(lower), v.to(lower)
     _check_dtypes(q, k, v)
     filter.check(batch, q.length, k.length)
-    bad_queries, bad_keys = None, None
-    if _may_be_broken(q, k, v):
-        heads = q.heads
-        q, bad_queries = _cleaned(q, heads)
-        k, bad_keys = _cleaned(k, heads)
-        bad_keys = bad_keys | repeat(_broken(v), v.shape[0], heads)
-        v = torch.where(v.isfinite(), v, 0.0)
     return Problem(
         kernel=kernel, q=q, k=k, v=v, filter=filter.to(v.device), batch=batch,
-        dropout_p=float(dropout_p), log_mass=log_mass, bad_queries=bad_queries, bad_keys=bad_keys,
+        dropout_p=float(dropout_p), log_mass=log_mass,
     )  # fmt: skip
 
 

@@ -36,11 +36,16 @@ def refuses(task: Task) -> str | None:
         return "there is nothing to smooth: an empty batch or sequence"
     if task.dropout_p and device == "cpu":
         return "on CPU it drops weights only in a dense form"
-    if device == "cpu" and accumulator(task.v.dtype) != task.v.dtype and _learns_scale(term):
+    if accumulator(task.v.dtype) != task.v.dtype and _learns_scale(term):
         return "in half precision it would blur the gradient of a learned scale"
     if task.log_mass and device != "cpu":
         return f"it gives no log_mass on {device}"
     return None
+
+
+def takes_as_it_is(task: Task) -> bool:
+    """Whether neither a lift nor a dense mask is needed."""
+    return refuses(task) is None and _is_plain(task.term) and not mask_elements(task)
 
 
 def memory(task: Task) -> int:

@@ -92,7 +92,7 @@ class Filter(Spec):
         b = torch.arange(self.batch or 1, device=device)[:, None, None, None]
         i = torch.arange(start, num_keys, device=device)[:, None]
         j = torch.arange(num_keys, device=device)
-        seen = torch.as_tensor(self.sees(b, i, j, start), device=device)
+        seen = torch.as_tensor(self.to(j.device).sees(b, i, j, start), device=device)
         return seen.expand(self.batch or 1, 1, num_queries, num_keys)
 
     def sdpa(

@@ -60,6 +60,10 @@ class Padding(Filter):
     def until(self, num_keys: int, start: int) -> Filter:
         return Padding(self.lengths.clamp(max=num_keys))
 
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        # A look at the data would stall an accelerator.
+        return super().simplify(num_queries, num_keys) if self.lengths.is_cpu else self
+
     def to(self, device: torch.device) -> Filter:
         return Padding(self.lengths.to(device)) if self.lengths.device != device else self
 
@@ -127,6 +131,10 @@ class Documents(Filter):
 
     def until(self, num_keys: int, start: int) -> Filter:
         return Documents(self.ids[:, :num_keys])
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        # A look at the data would stall an accelerator.
+        return super().simplify(num_queries, num_keys) if self.ids.is_cpu else self
 
     def to(self, device: torch.device) -> Filter:
         return Documents(self.ids.to(device)) if self.ids.device != device else self

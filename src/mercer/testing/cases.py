@@ -149,7 +149,7 @@ def errors(
         got = case.run(backend)
         # The same numbers in float64: what is rounded at the start is not the backend's error.
         want = case.run("reference", wide=True)
-        rounding = max(rounding, _rounding(case))
+        rounding = max(rounding, rounding_of(case))
         for name, x in want.items():
             total = sums.setdefault(name, [0.0, 0.0, 0.0])
             total[0] += (got[name].double() - x).square().sum().item()
@@ -162,7 +162,7 @@ def errors(
 
 
 @torch.no_grad()
-def _rounding(case: Case) -> float:
+def rounding_of(case: Case) -> float:
     """One rounding of a result, and one of every number that enters a logit."""
     kernel = double(case.kernel)
     q, k, v = case.inputs(wide=True)

@@ -1,0 +1,243 @@
+"""What else a user could run: torch's own attention, eager code, and other libraries.
+
+A peer is made anew for every workload, so that masks and compiled code are made once for it and
+are no part of its time. `available` says why it cannot run on a device at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..filters import Causal, Full
+from ..kernels import RBF
+from ..term import accumulator
+from .contenders import Contender, refuse_to_swap
+from .workload import Inputs
+
+
+class Peer(Contender):
+    """Another way to the same result."""
+
+    key: str
+    trains = False
+
+    def available(self, device: torch.device) -> str | None:
+        """Why it cannot run on this device, or None."""
+        return None
+
+
+class SDPA(Peer):
+    """Softmax attention by torch's operator: the yardstick."""
+
+    kernel = "softmax"
+
+    def __init__(self, key: str, title: str, backend: SDPBackend | None = None) -> None:
+        self.key, self.name, self.choice = key, f"softmax, SDPA{title}", backend
+        self.arguments = cache(lambda filter, *rest: filter.sdpa(*rest))
+
+    def available(self, device: torch.device) -> str | None:
+        if (device.type == "cuda") == (self.choice is not None):
+            return None
+        return "it is for CPU" if self.choice is None else "it needs CUDA"
+
+    def smooth(self, given: Inputs) -> Tensor:
+        q, k, v = given.plain
+        arguments = self.arguments(given.filter, q.shape[2], k.shape[2], q.device)
+        if self.choice is None:
+            return F.scaled_dot_product_attention(q, k, v, **arguments)
+        with warnings.catch_warnings(record=True) as said, sdpa_kernel(self.choice):
+            warnings.simplefilter("always")
+            try:
+                return F.scaled_dot_product_attention(q, k, v, **arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                # Torch says why in warnings, some of which only introduce the next one.
+                why = [str(w.message).split(" (Triggered")[0] for w in said]
+                why = [text for text in why if "because:" not in text and "disabled" not in text]
+                raise ValueError(why[0] if why else str(error).splitlines()[0]) from None
+
+
+class Flex(Peer):
+    """Softmax attention by a compiled FlexAttention, with the filter's block mask."""
+
+    key, name, kernel = "flex", "softmax, FlexAttention", "softmax"
+
+    def __init__(self) -> None:
+        self.mask = cache(lambda filter, *rest: filter.block_mask(*rest))
+        self.compiled: Any = None
+
+    def available(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "torch has no backward for it on CPU"
+
+    def attend(self, q: Tensor, k: Tensor, given: Inputs, **arguments: Any) -> Tensor:
+        if self.compiled is None:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            # Past a few shapes torch stops compiling and runs dense in silence: begin anew for
+            # each workload, and have it raise.
+            torch.compiler.reset()
+            self.compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+        mask = self.mask(given.filter, q.shape[2], k.shape[2], q.device)
+        out: Tensor = self.compiled(q, k, given.v, block_mask=mask, **arguments)
+        return out
+
+    def smooth(self, given: Inputs) -> Tensor:
+        q, k, _ = given.plain
+        return self.attend(q, k, given)
+
+
+class FlexRBF(Flex):
+    """RBF by FlexAttention, with the number per key as a captured tensor."""
+
+    key, name, kernel = "flex-rbf", "rbf, FlexAttention with a key bias", "rbf"
+    trains = True
+
+    def smooth(self, given: Inputs) -> Tensor:
+        q, k, _ = given.plain
+        precision = _bandwidth(given).float() ** -2  # [H]
+        bias = -0.5 * precision[:, None] * k.float().square().sum(-1)  # [B, H, K]
+
+        def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + bias[b, h, j]
+
+        scaled = (q.float() * precision[:, None, None]).to(q.dtype)
+        return self.attend(scaled, k, given, score_mod=add_bias, scale=1.0)
+
+
+class Eager(Peer):
+    """RBF as it is usually written: all distances, exp, mask, normalise."""
+
+    kernel = "rbf"
+    trains = True
+
+    def __init__(self, key: str, title: str, *, by_matmul: bool) -> None:
+        self.key, self.name, self.by_matmul = key, f"rbf, eager, {title}", by_matmul
+        self.mask = cache(lambda filter, *rest: filter.mask(*rest))
+
+    def smooth(self, given: Inputs) -> Tensor:
+        q, k, v = given.plain
+        wide = accumulator(q.dtype)
+        if q.device.type == "cpu":
+            refuse_to_swap(6 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * wide.itemsize)
+        if self.by_matmul:
+            q2, k2 = (x.to(wide).square().sum(-1) for x in (q, k))
+            distance = q2[..., None] + k2[..., None, :] - 2 * (q @ k.mT).to(wide)
+        else:
+            mode = "donot_use_mm_for_euclid_dist"
+            distance = torch.cdist(q.to(wide), k.to(wide), compute_mode=mode).square()
+        hidden = ~self.mask(given.filter, q.shape[2], k.shape[2], q.device)
+        weight = torch.exp(-distance / (2 * _bandwidth(given).to(wide)[:, None, None] ** 2))
+        weight = weight.masked_fill(hidden, 0.0)
+        return (weight / weight.sum(-1, keepdim=True)).to(v.dtype) @ v
+
+
+class XTransformers(Peer):
+    """RBF by x-transformers' `l2_distance`, which lifts queries and keys in their own dtype."""
+
+    key, name, kernel = "x-transformers", "rbf, x-transformers l2_distance", "rbf"
+
+    def available(self, device: torch.device) -> str | None:
+        return _missing("x_transformers")
+
+    def smooth(self, given: Inputs) -> Tensor:
+        attend = importlib.import_module("x_transformers.attend").Attend
+        layer = attend(
+            causal=_is_causal(given, "x-transformers"),
+            flash=True,
+            l2_distance=True,
+            scale=0.5 * float(_bandwidth(given).detach()[0]) ** -2,
+        )
+        out: Tensor = layer(*given.plain)[0]
+        return out
+
+
+class FlashLinear(Peer):
+    """Linear attention by flash-linear-attention: not normalised, and so a formula of its own."""
+
+    key, name, kernel = "fla", "linear, flash-linear-attention", "softmax"
+
+    def available(self, device: torch.device) -> str | None:
+        return _missing("fla") or (None if device.type == "cuda" else "it needs CUDA")
+
+    def smooth(self, given: Inputs) -> Tensor:
+        if not _is_causal(given, "flash-linear-attention") or given.q.length != given.k.length:
+            raise ValueError("flash-linear-attention is causal, over whole sequences")
+        run = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
+        q, k, v = (x.transpose(1, 2) for x in given.plain)  # [B, T, H, D]
+        out: Tensor = run(q, k, v, normalize=False)[0]
+        return out.transpose(1, 2)
+
+    def exact(self, given: Inputs) -> Tensor:
+        q, k, v = given.plain
+        return (q @ k.mT * q.shape[-1] ** -0.5).tril() @ v
+
+
+class KeOps(Peer):
+    """RBF by KeOps' symbolic matrices."""
+
+    key, name, kernel = "keops", "rbf, KeOps", "rbf"
+
+    def available(self, device: torch.device) -> str | None:
+        return _missing("pykeops")
+
+    def smooth(self, given: Inputs) -> Tensor:
+        q, k, v = given.plain
+        if accumulator(q.dtype) != q.dtype:
+            raise ValueError("KeOps sums in the dtype itself, so half precision is too coarse")
+        lazy = importlib.import_module("pykeops.torch").LazyTensor
+        distance = (lazy(q[:, :, :, None].contiguous()) - lazy(k[:, :, None].contiguous())) ** 2
+        log = distance.sum(-1) * (-0.5 * float(_bandwidth(given).detach()[0]) ** -2)
+        if _is_causal(given, "KeOps"):
+            j = torch.arange(k.shape[2], device=q.device, dtype=q.dtype)
+            i = j[-q.shape[2] :] + 0.5
+            ahead = lazy(j[None, None, None, :, None]) - lazy(i[None, None, :, None, None])
+            log = log - ahead.step() * 1e4
+        out: Tensor = log.sumsoftmaxweight(lazy(v[:, :, None].contiguous()), dim=3)
+        return out
+
+
+def build() -> list[Peer]:
+    """Every peer, fresh; those of torch's own operator come first."""
+    return [
+        SDPA("sdpa", ""),
+        SDPA("sdpa-cudnn", " cuDNN", SDPBackend.CUDNN_ATTENTION),
+        SDPA("sdpa-flash", " flash", SDPBackend.FLASH_ATTENTION),
+        SDPA("sdpa-efficient", " efficient", SDPBackend.EFFICIENT_ATTENTION),
+        Flex(),
+        FlexRBF(),
+        Eager("eager-cdist", "cdist", by_matmul=False),
+        Eager("eager-matmul", "cdist by matmul", by_matmul=True),
+        XTransformers(),
+        FlashLinear(),
+        KeOps(),
+    ]
+
+
+PEERS = tuple(peer.key for peer in build())
+
+
+def _bandwidth(given: Inputs) -> Tensor:
+    """s, one per head."""
+    assert isinstance(given.kernel, RBF)
+    return given.kernel.bandwidth(given.v.shape[-1])
+
+
+def _is_causal(given: Inputs, name: str) -> bool:
+    simple = given.filter.simplify(given.q.length, given.k.length)
+    if not isinstance(simple, Causal | Full):
+        raise ValueError(f"{name} takes no filter other than full and causal")
+    return isinstance(simple, Causal)
+
+
+def _missing(module: str) -> str | None:
+    return None if importlib.util.find_spec(module) else f"{module} is not installed"

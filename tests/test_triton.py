@@ -1,0 +1,117 @@
+"""The fused kernels on a GPU: the same promises as every backend."""
+
+import math
+
+import pytest
+import torch
+from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
+
+import mercer as mc
+from mercer.testing import Shape, check_accuracy, inputs
+from mercer.testing.cases import Case
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+ALL = KERNELS | COMPOSED
+# A table or slopes alone have no dot product, and signed weights no fused kernel.
+FUSED = sorted(
+    set(ALL)
+    - {"linear", "exponential+linear", "lookup", "lookup-per-head", "buckets", "buckets-one-way"}
+    - {"alibi"}
+)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_error_budget(name):
+    check_accuracy(ALL[name](), heads=HEADS, dim=DIM, device="cuda")
+
+
+def compare(kernel, filter, shape, dim=DIM, bound=1e-4):
+    """float32, everything against the reference in float64."""
+    case = Case(kernel.cuda(), filter, shape, dim, 0, torch.float32, "cuda")
+    got = case.run("triton", log_mass=True)
+    for name, want in case.run("reference", log_mass=True, wide=True).items():
+        assert torch.equal(got[name].isneginf(), want.isneginf()), name
+        finite = want.isfinite()
+        error = (got[name] - want)[finite].norm()
+        assert error <= bound * (1e-3 + want[finite].norm()), (name, error)
+
+
+@pytest.mark.parametrize("filter", FILTERS)
+@pytest.mark.parametrize("kernel", ["rbf", "polynomial", "lookup*buckets*alibi"])
+def test_every_filter_visits_what_it_shows(kernel, filter):
+    compare(ALL[kernel](), FILTERS[filter](), Shape(queries=11, keys=11))
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [mc.Causal(), mc.Window(40, 7), mc.Memory(50), mc.Strided(60), mc.Fixed(64, 5), mc.Full()],
+    ids=repr,
+)
+@pytest.mark.parametrize("kernel", ["rbf-per-head", "eq-9", "matern-3/2"])
+def test_many_blocks(kernel, filter):
+    for shape in (Shape(queries=300, keys=300), Shape(queries=70, keys=333, kv_heads=1, values=3)):
+        compare(ALL[kernel](), filter, shape)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 80, 128, 256])
+@pytest.mark.parametrize("values", [1, 40, 200])
+def test_widths_that_are_no_powers_of_two(dim, values):
+    compare(mc.RBF(dim**0.5), mc.Causal(), Shape(queries=65, keys=65, values=values), dim)
+
+
+def test_the_same_input_gives_the_same_bits():
+    kernel = (mc.RBF(3.0, heads=2) * mc.Lookup(torch.nn.Parameter(torch.randn(9, 32)))).cuda()
+    q, k, v = (torch.randn(2, 2, 500, 32, device="cuda").requires_grad_() for _ in range(3))
+    runs = []
+    for _ in range(2):
+        out = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
+        runs.append(
+            (out, *torch.autograd.grad(out.square().sum(), (q, k, v, *kernel.parameters())))
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_dropout_is_unbiased_and_has_the_gradient_of_what_it_kept():
+    q, k = torch.randn(2, 1, 1, 64, 16, device="cuda")
+    eye = torch.eye(64, device="cuda")[None, None].requires_grad_()
+    full = mc.smooth(mc.Exponential(), q, k, eye, backend="triton")
+    torch.manual_seed(1)
+    out = mc.smooth(mc.Exponential(), q, k, eye, backend="triton", dropout_p=0.25)
+    kept = out != 0
+    assert abs(kept.float().mean().item() - 0.75) < 0.03
+    assert (out - torch.where(kept, full / 0.75, 0.0)).abs().max() < 1e-5
+    # dv = P^T dO with the same weights dropped
+    (grad,) = torch.autograd.grad(out, eye, torch.eye(64, device="cuda")[None, None])
+    assert (grad - out.mT).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("filter", ["causal", "window", "padding"])
+def test_nan_reaches_the_rows_that_see_it_and_no_other(which, filter):
+    tensors = {name: torch.randn(2, 2, 11, 4, device="cuda") for name in "qkv"}
+    tensors[which][0, 1, 6, 2] = math.nan
+    mask = FILTERS[filter]().mask(11, 11, "cuda").expand(2, 2, 11, 11)
+    want = torch.zeros(2, 2, 11, dtype=torch.bool, device="cuda")
+    want[0, 1] = mask[0, 1, :, 6] if which != "q" else torch.arange(11, device="cuda") == 6
+    want &= mask.any(-1)
+    kernel = mc.RBF().cuda()
+    out = mc.smooth(kernel, *tensors.values(), filter=FILTERS[filter](), backend="triton")
+    assert torch.equal(out.isnan().all(-1), want)
+
+
+def test_it_compiles_as_one_graph():
+    kernel = mc.RBF(4.0, heads=2).cuda()
+    q, k, v = inputs(kernel, Shape(queries=64, keys=64), 16, torch.float32, device="cuda")
+    for x in (*q.tensors(), *k.tensors(), v):
+        x.requires_grad_()
+
+    def run(q, k, v):
+        return mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
+
+    wanted = (q.part("content"), k.part("content"), v, kernel.log_bandwidth)
+    results = []
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        out = call(q, k, v)
+        results.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * (1 + a.abs().max())
