@@ -59,6 +59,9 @@ COMPOSED = {
     "nested": lambda: (
         (mc.RBF() + mc.Cosine(2.0)) * (mc.Exponential(on="position") + mc.Matern(1.5))
     ),
+    "adaptive*alibi": lambda: (
+        _adaptive() * mc.ALiBi(nn.Parameter(mc.ALiBi.standard(HEADS))) * mc.Exponential(0.5)
+    ),
     "transformer-xl": lambda: mc.Exponential() * mc.RelativeSinusoid(),
 }
 

@@ -164,6 +164,10 @@ WEIGHTS = {
             + matern(1.5, apart(q.content, k.content) / default())
         )
     ),
+    "adaptive*alibi": lambda u, q, k, i, j, h: (
+        adaptive(u.kernels[0], q, k, i, j, h)
+        * math.exp(0.5 * dot(q.content, k.content) - slope(h) * abs(i - j))
+    ),
     "transformer-xl": lambda _, q, k, i, j, h: (
         math.exp(dot(q.content, k.content) * root) * sinusoid(q.relative, i - j)
     ),

@@ -1,4 +1,7 @@
-"""The fused kernels on a GPU: the same promises as every backend."""
+"""The fused kernels: the same promises as every backend.
+
+They need a GPU, or Triton's interpreter (TRITON_INTERPRET=1), which is slow but runs on a CPU.
+"""
 
 import math
 
@@ -7,10 +10,20 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
+from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+RUNS = torch.cuda.is_available() or (INSTALLED and INTERPRETED)
+# The interpreter knows no bfloat16.
+DTYPES = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.skipif(not RUNS, reason="needs a CUDA GPU or Triton's interpreter"),
+    # The interpreter computes with numpy, which warns of its own.
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 ALL = KERNELS | COMPOSED
 # A table or slopes alone have no dot product, and signed weights no fused kernel.
 FUSED = sorted(
@@ -22,12 +35,12 @@ FUSED = sorted(
 
 @pytest.mark.parametrize("name", FUSED)
 def test_the_error_budget(name):
-    check_accuracy(ALL[name](), heads=HEADS, dim=DIM, device="cuda")
+    check_accuracy(ALL[name](), heads=HEADS, dim=DIM, device=DEVICE, dtypes=DTYPES)
 
 
 def compare(kernel, filter, shape, dim=DIM, bound=1e-4):
     """float32, everything against the reference in float64."""
-    case = Case(kernel.cuda(), filter, shape, dim, 0, torch.float32, "cuda")
+    case = Case(kernel.to(DEVICE), filter, shape, dim, 0, torch.float32, DEVICE)
     got = case.run("triton", log_mass=True)
     for name, want in case.run("reference", log_mass=True, wide=True).items():
         assert torch.equal(got[name].isneginf(), want.isneginf()), name
@@ -60,8 +73,8 @@ def test_widths_that_are_no_powers_of_two(dim, values):
 
 
 def test_the_same_input_gives_the_same_bits():
-    kernel = (mc.RBF(3.0, heads=2) * mc.Lookup(torch.nn.Parameter(torch.randn(9, 32)))).cuda()
-    q, k, v = (torch.randn(2, 2, 500, 32, device="cuda").requires_grad_() for _ in range(3))
+    kernel = (mc.RBF(3.0, heads=2) * mc.Lookup(torch.nn.Parameter(torch.randn(9, 32)))).to(DEVICE)
+    q, k, v = (torch.randn(2, 2, 500, 32, device=DEVICE).requires_grad_() for _ in range(3))
     runs = []
     for _ in range(2):
         out = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
@@ -72,8 +85,8 @@ def test_the_same_input_gives_the_same_bits():
 
 
 def test_dropout_is_unbiased_and_has_the_gradient_of_what_it_kept():
-    q, k = torch.randn(2, 1, 1, 64, 16, device="cuda")
-    eye = torch.eye(64, device="cuda")[None, None].requires_grad_()
+    q, k = torch.randn(2, 1, 1, 64, 16, device=DEVICE)
+    eye = torch.eye(64, device=DEVICE)[None, None].requires_grad_()
     full = mc.smooth(mc.Exponential(), q, k, eye, backend="triton")
     torch.manual_seed(1)
     out = mc.smooth(mc.Exponential(), q, k, eye, backend="triton", dropout_p=0.25)
@@ -81,27 +94,27 @@ def test_dropout_is_unbiased_and_has_the_gradient_of_what_it_kept():
     assert abs(kept.float().mean().item() - 0.75) < 0.03
     assert (out - torch.where(kept, full / 0.75, 0.0)).abs().max() < 1e-5
     # dv = P^T dO with the same weights dropped
-    (grad,) = torch.autograd.grad(out, eye, torch.eye(64, device="cuda")[None, None])
+    (grad,) = torch.autograd.grad(out, eye, torch.eye(64, device=DEVICE)[None, None])
     assert (grad - out.mT).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("filter", ["causal", "window", "padding"])
 def test_nan_reaches_the_rows_that_see_it_and_no_other(which, filter):
-    tensors = {name: torch.randn(2, 2, 11, 4, device="cuda") for name in "qkv"}
+    tensors = {name: torch.randn(2, 2, 11, 4, device=DEVICE) for name in "qkv"}
     tensors[which][0, 1, 6, 2] = math.nan
-    mask = FILTERS[filter]().mask(11, 11, "cuda").expand(2, 2, 11, 11)
-    want = torch.zeros(2, 2, 11, dtype=torch.bool, device="cuda")
-    want[0, 1] = mask[0, 1, :, 6] if which != "q" else torch.arange(11, device="cuda") == 6
+    mask = FILTERS[filter]().mask(11, 11, DEVICE).expand(2, 2, 11, 11)
+    want = torch.zeros(2, 2, 11, dtype=torch.bool, device=DEVICE)
+    want[0, 1] = mask[0, 1, :, 6] if which != "q" else torch.arange(11, device=DEVICE) == 6
     want &= mask.any(-1)
-    kernel = mc.RBF().cuda()
+    kernel = mc.RBF().to(DEVICE)
     out = mc.smooth(kernel, *tensors.values(), filter=FILTERS[filter](), backend="triton")
     assert torch.equal(out.isnan().all(-1), want)
 
 
 def test_it_compiles_as_one_graph():
-    kernel = mc.RBF(4.0, heads=2).cuda()
-    q, k, v = inputs(kernel, Shape(queries=64, keys=64), 16, torch.float32, device="cuda")
+    kernel = mc.RBF(4.0, heads=2).to(DEVICE)
+    q, k, v = inputs(kernel, Shape(queries=64, keys=64), 16, torch.float32, device=DEVICE)
     for x in (*q.tensors(), *k.tensors(), v):
         x.requires_grad_()
 

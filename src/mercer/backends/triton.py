@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,9 @@ from . import Task, clauses
 
 name = "triton"
 handles_nan = True
+INSTALLED = importlib.util.find_spec("triton") is not None
+# Triton's own interpreter, in which the tests run these kernels on a CPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_WIDTH = 256
 MAX_DISTANCES = 4097
 LINKS: dict[type, int] = {Power: 1, Rational: 2, Matern12: 3, Matern32: 4, Matern52: 5}
@@ -44,12 +48,12 @@ def refuses(task: Task) -> str | None:
         return f"it has no kernel for the link {unknown[0].formula}"
     if not task.term.factors:
         return "it needs a dot product, and the term is a table alone"
-    if len(task.term.links) > 2:
-        return "it takes two factors at most"
+    slots = _slots(task.term, task.v.dtype)
+    if isinstance(slots, str):
+        return slots
     if task.term.table is not None and task.term.table.shape[-1] > MAX_DISTANCES:
         return f"its table has more than {MAX_DISTANCES} distances"
-    widths = [factor.q.shape[-1] for factor in _slots(task.term, task.v.dtype)]
-    widest = max(*widths, task.v.shape[-1])
+    widest = max(*(factor.q.shape[-1] for factor in slots), task.v.shape[-1])
     if widest > MAX_WIDTH:
         return f"a part has {widest} features, more than {MAX_WIDTH}"
     rule = clauses.read(task.filter, task.num_queries, task.num_keys)
@@ -63,22 +67,15 @@ def memory(task: Task) -> int:
 
 
 def _unavailable(device: str) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return "Triton is not installed"
-    return None if device == "cuda" or _interpreted() else f"it runs on CUDA, not on {device}"
-
-
-@lru_cache
-def _interpreted() -> bool:
-    """Triton's own interpreter, in which the tests run these kernels on a CPU."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+    return None if device == "cuda" or INTERPRETED else f"it runs on CUDA, not on {device}"
 
 
 def run(task: Task) -> Smoothed:
     dtype = task.v.dtype
     slots = _slots(task.term, dtype)
+    assert not isinstance(slots, str)
     rule = clauses.read(task.filter, task.num_queries, task.num_keys)
     assert not isinstance(rule, str)
     shape = (task.batch, task.heads, task.num_queries)
@@ -137,20 +134,29 @@ def _code(link: Link) -> tuple[int, float]:
     return LINKS[type(link)], param
 
 
-def _slots(term: Term, dtype: torch.dtype) -> list[Factor]:
-    """One or two factors with features; numbers per key alone join the first plain one."""
+def _slots(term: Term, dtype: torch.dtype) -> list[Factor] | str:
+    """One or two factors with features, or why there are more."""
     linked = [f for f in term.factors if f.link is not None]
     plain = [f for f in term.factors if f.link is None and f.q.shape[-1]]
     bare = [f for f in term.factors if f.link is None and not f.q.shape[-1]]
-    if len(plain) + len(linked) > 2 and plain:
+    if len(plain) + len(linked) > 2 and len(plain) > 1:
+        if any(f.col is not None and _per_query(f) for f in plain):
+            return "a bandwidth of each query cannot join other factors"
         plain = [_merged(plain, dtype)]
-    if bare and not plain:
-        f = bare[0]
-        zeros = [x.new_zeros(*x.shape[:3], 16, dtype=dtype) for x in (f.q, f.k)]
-        plain = [Factor(q=zeros[0], k=zeros[1])]
     for f in bare:
-        plain[0] = _joined(plain[0], f)
-    return plain + linked
+        # A number per key alone joins a factor whose scale it can be divided by, or gets its own.
+        target = next((n for n, p in enumerate(plain) if not _per_query(p)), None)
+        if target is None:
+            zeros = [x.new_zeros(*x.shape[:3], 16, dtype=dtype) for x in (f.q, f.k)]
+            plain.append(Factor(q=zeros[0], k=zeros[1]))
+            target = len(plain) - 1
+        plain[target] = _joined(plain[target], f)
+    slots = plain + linked
+    return slots if len(slots) <= 2 else "it takes two factors at most"
+
+
+def _per_query(f: Factor) -> bool:
+    return isinstance(f.scale, Tensor) and f.scale.dim() == 4
 
 
 def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:
