@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from .backends import Task, chunked, linear, sdpa, triton
@@ -34,31 +34,25 @@ LARGE_MASK = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend that runs, what decided, and what each other one said."""
+    """The backend that runs, and what decided."""
 
     name: str
     because: str
-    refusals: dict[str, str] = field(default_factory=dict)
 
 
 def choose(tasks: tuple[Task, ...], backend: str) -> Choice:
     """The named backend, or the first that takes all terms; a named one that cannot raises."""
     if backend == "reference":
         return Choice(name="reference", because="you named it")
-    refusals: dict[str, str] = {}
-    for name, candidate in BACKENDS.items():
-        if backend not in ("auto", name):
-            continue
-        reason = _refusal(candidate, tasks) or (
-            _reluctance(name, tasks) if backend == "auto" else None
-        )
-        if reason is None:
-            because = "you named it" if backend == name else "the first that does not refuse"
-            return Choice(name=name, because=because, refusals=refusals)
-        refusals[name] = reason
     if backend != "auto":
-        raise ValueError(f"backend {backend!r} cannot run this: {refusals[backend]}")
-    return Choice(name="reference", because="no other backend takes it", refusals=refusals)
+        reason = _refusal(BACKENDS[backend], tasks)
+        if reason is not None:
+            raise ValueError(f"backend {backend!r} cannot run this: {reason}")
+        return Choice(name=backend, because="you named it")
+    for name, candidate in BACKENDS.items():
+        if _refusal(candidate, tasks) is None and _reluctance(name, tasks) is None:
+            return Choice(name=name, because="the first that does not refuse")
+    return Choice(name="reference", because="no other backend takes it")
 
 
 def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:

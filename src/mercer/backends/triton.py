@@ -22,7 +22,6 @@ from ..term import Factor, Link, Smoothed, Term, join, repeat
 from . import Task, clauses
 
 name = "triton"
-handles_nan = True
 INSTALLED = importlib.util.find_spec("triton") is not None
 # Triton's own interpreter, in which the tests run these kernels on a CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

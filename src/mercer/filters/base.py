@@ -38,7 +38,7 @@ class Filter(Spec):
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         """Whether i sees j; `start` is the place of the first query, K - Q."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define sees(b, i, j, start)")
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         """True if all of i sees all of j, False if nothing sees anything, None if not known."""
