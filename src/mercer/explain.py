@@ -74,7 +74,7 @@ def explain(
 
 def width(term: Term) -> int:
     """Features of the dot products, numbers per key included."""
-    return sum(f.q.shape[-1] + (f.col is not None) for f in term.factors)
+    return sum(f.q.shape[-1] + f.keyed for f in term.factors)
 
 
 def describe(term: Term) -> str:
@@ -94,7 +94,7 @@ def describe(term: Term) -> str:
 
 def _dot(factors: list[Factor]) -> str:
     widths = " + ".join(str(f.q.shape[-1]) for f in factors if f.q.shape[-1])
-    keyed = sum(f.col is not None for f in factors)
+    keyed = sum(f.keyed for f in factors)
     parts = [f"a dot product of {widths} features"] if widths else []
     if keyed:
         parts.append(f"{'one number' if keyed == 1 else f'{keyed} numbers'} per key")

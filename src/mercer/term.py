@@ -64,6 +64,44 @@ class Factor:
     col: Tensor | None = None  # [B, H, K]
     link: Link | None = None
 
+    @property
+    def keyed(self) -> bool:
+        """Whether it has a number per key."""
+        return self.col is not None
+
+
+class Apart(Factor):
+    """link(-scale_i |q_i - k_j|^2 / 2).
+
+    Its numbers per query and per key are norms. They are formed when somebody asks for them: a
+    backend that can form them on its way does not.
+    """
+
+    def __init__(
+        self, *, q: Tensor, k: Tensor, scale: Tensor | float = 1.0, link: Link | None = None
+    ) -> None:
+        for name, value in (("q", q), ("k", k), ("scale", scale), ("link", link)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def keyed(self) -> bool:
+        return True
+
+    @property
+    def col(self) -> Tensor:
+        return half_norm(self.k)
+
+    @property
+    def row(self) -> Tensor:
+        scale = self.scale[..., 0] if isinstance(self.scale, Tensor) else self.scale
+        return scale * half_norm(self.q)
+
+
+def half_norm(x: Tensor) -> Tensor:
+    """-|x|^2 / 2 in the accumulator's dtype, [B, H, T]."""
+    # The norm reads half precision and sums in float32, without a copy of x in float32.
+    return -0.5 * torch.linalg.vector_norm(x, dim=-1, dtype=accumulator(x.dtype)).square()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Relative:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..filters import Filter
 from ..term import Term
+from . import clauses as _clauses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +39,8 @@ class Task:
     @property
     def device(self) -> torch.device:
         return self.v.device
+
+    @property
+    def clauses(self) -> _clauses.Clauses | str:
+        """The filter as an or of ands, or why it has no such form."""
+        return _clauses.read(self.filter, self.num_queries, self.num_keys)

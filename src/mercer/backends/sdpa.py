@@ -109,12 +109,12 @@ def _is_plain(term: Term) -> bool:
     if len(term.factors) != 1:
         return False
     factor = term.factors[0]
-    return factor.col is None and not isinstance(factor.scale, Tensor)
+    return not factor.keyed and not isinstance(factor.scale, Tensor)
 
 
 def _learns_scale(term: Term) -> bool:
     # Its gradient is a sum of large numbers that cancel; flash attention has them rounded.
-    scales = (f.scale for f in term.factors if f.col is not None)
+    scales = (f.scale for f in term.factors if f.keyed)
     return any(isinstance(scale, Tensor) and scale.requires_grad for scale in scales)
 
 
@@ -123,7 +123,7 @@ def _width(term: Term, v: Tensor) -> int:
     width = 0
     for f in term.factors:
         columns = len(PAIRS) if half else 1
-        width += f.q.shape[-1] + (columns if f.col is not None else 0)
+        width += f.q.shape[-1] + (columns if f.keyed else 0)
     return max(width, v.shape[-1])
 
 

@@ -1,136 +1,184 @@
 """The backward of the fused kernels, in two passes: by blocks of keys, and by blocks of queries.
 
-With P the normalised weights and g_ij = dP_ij - delta_i, where delta = <dO, O> - dlog_mass,
+With P the normalised weights and g_ij = dP_ij - delta_i, where delta = <dO, O> - dlog_mass, and
+t_ij = <q_i, k_j> + col_j,
 
     dv_j = sum_i P_ij dO_i        ds_ij = g_ij P_ij slope(s_ij)        dt_ij = scale_i ds_ij
-    dk_j = sum_i dt_ij q_i        dcol_j = sum_i dt_ij
-    dq_i = sum_j dt_ij k_j        dscale_i = sum_j ds_ij t_ij          drow_i = sum_j ds_ij
+    dk_j = sum_i dt_ij q_i        dcol_j = sum_i dt_ij                 drow_i = sum_j ds_ij
+    dq_i = sum_j dt_ij k_j        dscale_i = sum_j ds_ij t_ij
+
+What a loop would pay for at every pair is left to the end of a block, where it is one operation for
+each row: sum_j ds_ij <q_i, k_j> = <q_i, sum_j ds_ij k_j>, and a number per key that is -|k_j|^2 / 2
+adds -dcol_j k_j to dk_j.
 """
 
 import triton
 import triton.language as tl
 
 from .triton_kernels import (
+    COLUMNS,
+    FLAT,
     IDENTITY,
     LOG2E,
+    POLY,
     _bias,
-    _columns,
+    _block,
+    _down,
+    _form,
+    _head,
     _kept,
     _key_range,
-    _log2_weight,
+    _link,
+    _numbers,
+    _ones,
     _power,
-    _product,
     _query_range,
     _reach,
     _rows,
+    _scale,
     _scaled,
-    _slope,
     _visible,
 )
 
 
 @triton.jit
-def delta(OUT, GRAD, GRAD_LSE, DELTA, rows, dv, V: tl.constexpr, BM: tl.constexpr):
-    """<dO_i, O_i> - dlog_mass_i."""
+def delta(
+    OUT, LOW, GRAD, LSE, GRAD_LSE, DELTA, LSE2, rows, dv,
+    V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr,
+):  # fmt: skip
+    """<dO_i, O_i> - dlog_mass_i, and log_mass to the base 2, infinite where a row sees nothing."""
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     e = tl.arange(0, V)
+    inside = n < rows
     offset = n[:, None] * dv + e[None, :]
-    mask = (n[:, None] < rows) & (e[None, :] < dv)
+    mask = inside[:, None] & (e[None, :] < dv)
     out = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
+    if HAS_LOW:
+        out += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(GRAD + offset, mask=mask, other=0.0).to(tl.float32)
-    lse = tl.load(GRAD_LSE + n, mask=n < rows, other=0.0)
-    tl.store(DELTA + n, tl.sum(out * grad, 1) - lse, mask=n < rows)
+    lse = tl.load(LSE + n, mask=inside, other=0.0)
+    grad_lse = tl.load(GRAD_LSE + n, mask=inside, other=0.0)
+    tl.store(DELTA + n, tl.sum(out * grad, 1) - grad_lse, mask=inside)
+    tl.store(LSE2 + n, tl.where(lse == float("-inf"), float("inf"), LOG2E * lse), mask=inside)
 
 
 @triton.jit
 def _weights(
     t0, t1, scale0, scale1, row0, row1, bias, lse2, rate, seen,
     E1: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr, PARAM0: tl.constexpr,
-    PARAM1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, HAS_BIAS: tl.constexpr,
-    MASK: tl.constexpr, POLY: tl.constexpr,
+    PARAM1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """(P, P slope0, P slope1): the weights again, and their derivatives by s0 and s1."""
-    if POLY:
+    """(P, dP/ds0, dP/ds1): the weights again, and their derivatives at a fixed mass."""
+    if FORM == POLY:
         x = t0 * rate
         if MASK:
             x = tl.where(seen, x, 0.0)
-        lower = _power(x, PARAM0 - 1)
-        p = lower * x
-        pull0 = lower
+        pull0 = _power(x, PARAM0 - 1)
+        p = pull0 * x
+        pull1 = p
+    elif FORM == FLAT:
+        _, a, c = _link(_scaled(t0, scale0, row0, LINK0, HAS_ROW0), LINK0, PARAM0, True)
+        p = a * rate
+        pull0 = c * rate
+        if MASK:
+            p = tl.where(seen, p, 0.0)
+            pull0 = tl.where(seen, pull0, 0.0)
         pull1 = p
     else:
         s0 = _scaled(t0, scale0, row0, LINK0, HAS_ROW0)
-        log = _log2_weight(s0, LINK0, PARAM0)
-        s1 = s0
-        if E1 > 0:
+        e, a0, c0 = _link(s0, LINK0, PARAM0, False)
+        a1 = 1.0
+        c1 = 1.0
+        if E1 > 0 and not SAME:
             s1 = _scaled(t1, scale1, row1, LINK1, HAS_ROW1)
-            log += _log2_weight(s1, LINK1, PARAM1)
-        if HAS_BIAS:
-            log += bias
+            other, a1, c1 = _link(s1, LINK1, PARAM1, False)
+            e += other
+        if BIAS == 2:
+            e += bias
         if MASK:
-            log = tl.where(seen, log, float("-inf"))
-        p = tl.exp2(log - lse2)
+            e = tl.where(seen, e, float("-inf"))
+        bare = tl.exp2(e - lse2)
+        p = bare * a0 * a1
         pull0 = p
         pull1 = p
         if LINK0 != IDENTITY:
-            pull0 = p * _slope(s0, LINK0, PARAM0)
-        if E1 > 0:
+            pull0 = bare * c0 * a1
+        if E1 > 0 and not SAME:
             if LINK1 != IDENTITY:
-                pull1 = p * _slope(s1, LINK1, PARAM1)
+                pull1 = bare * a0 * c1
     return p, pull0, pull1
 
 
 @triton.jit
 def _keys_span(
-    dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, q0_base, q1_base, grad_base, S0, S1,
-    R0, R1, LSE, DELTA, table, lengths, ids, line, j, b, bh, first, place, num_queries, num_keys,
-    seed, dropout, sqt0, sqt1, stride_ids, e0, e1, dv,
+    dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, head0, head1, q0_base, q1_base,
+    grad_base, S0, S1, R0, R1, LSE2, DELTA, table, lengths, ids, line, j, b, bh, first, place,
+    num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr,
-    HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, CLIP: tl.constexpr, BIAS: tl.constexpr,
-    FILTER: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, POLY: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
+    DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
+    CHECK: tl.constexpr = MASK or not EVEN
+    # Wider products have no registers to spare for two at once.
+    EARLY: tl.constexpr = E0 + E1 <= 64
     for first_query in tl.range(start, stop, BM):
         n = first_query + tl.arange(0, BM)
         i = n + place
         inside = n < num_queries
-        qt0 = _columns(q0_base, sqt0, n, e0, E0, num_queries, MASK or not EVEN)
-        scale0 = tl.load(S0 + line + n, mask=inside, other=0.0)[None, :]
-        row0 = tl.load(R0 + line + n, mask=inside, other=0.0)[None, :] if HAS_ROW0 else scale0
-        lse2 = LOG2E * tl.load(LSE + line + n, mask=inside, other=0.0)
-        dead = lse2 == float("-inf")
-        rate = scale0
-        if POLY:
-            rate = scale0 * tl.where(dead, 0.0, tl.exp2(-lse2 / PARAM0))[None, :]
-        lse2 = tl.where(dead, 0.0, lse2)[None, :]
-        t0 = _product(k0, qt0, c0[:, None], HAS_COL0, PRECISION)
-        scale1, row1, t1 = scale0, scale0, t0
+        q0 = _block(q0_base, b, h, sqb0, sqt0, first_query, e0, num_queries, BM, E0, CHECK, TMA)
+        lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
+        scale0 = head0
+        if MODE0 == 2:
+            scale0 = tl.load(S0 + line + n, mask=inside, other=0.0)[None, :]
+        row0 = tl.load(R0 + line + n, mask=inside, other=0.0)[None, :] if HAS_ROW0 else 0.0
+        t0 = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
+        scale1, row1, t1 = head1, 0.0, t0
         if E1 > 0:
-            qt1 = _columns(q1_base, sqt1, n, e1, E1, num_queries, MASK or not EVEN)
-            scale1 = tl.load(S1 + line + n, mask=inside, other=0.0)[None, :]
-            row1 = tl.load(R1 + line + n, mask=inside, other=0.0)[None, :] if HAS_ROW1 else scale1
-            t1 = _product(k1, qt1, c1[:, None], HAS_COL1, PRECISION)
-        bias = scale0
+            q1 = _block(q1_base, b, h, sqb1, sqt1, first_query, e1, num_queries, BM, E1, CHECK, TMA)
+            if MODE1 == 2:
+                scale1 = tl.load(S1 + line + n, mask=inside, other=0.0)[None, :]
+            row1 = tl.load(R1 + line + n, mask=inside, other=0.0)[None, :] if HAS_ROW1 else 0.0
+            if SAME:
+                t0 = tl.dot(k1, tl.trans(q1), t0, input_precision=PRECISION)
+            else:
+                t1 = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
+                if HAS_COL1:
+                    t1 += c1[:, None]
+        grad = _block(grad_base, b, h, 1, dv, first_query, dv, num_queries, BM, V, CHECK, TMA)
+        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
+        if EARLY:
+            # Started before the weights are formed, so that the two run side by side.
+            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        if HAS_COL0:
+            t0 += c0[:, None]
+        bias = 0.0
         if BIAS == 1:
             far = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
-            bias = LOG2E * tl.load(far, mask=inside, other=0.0)[None, :]
+            lse2 = lse2 - LOG2E * tl.load(far, mask=inside, other=0.0)
         elif BIAS == 2:
             bias = _bias(table, i[None, :], j[:, None], n[None, :], num_queries, CLIP)
-        seen = t0 == t0
+        seen = j[:, None] >= 0
         if MASK:
             seen = _visible(
                 i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
             )
-            seen = seen & inside[None, :]
+        rate = 1.0
+        if FORM == POLY:
+            rate = scale0 * tl.exp2(-lse2 / PARAM0)[None, :]
+        elif FORM == FLAT:
+            rate = tl.exp2(-lse2)[None, :]
         p, pull0, pull1 = _weights(
-            t0, t1, scale0, scale1, row0, row1, bias, lse2, rate, seen, E1, LINK0, LINK1, PARAM0,
-            PARAM1, HAS_ROW0, HAS_ROW1, BIAS > 0, MASK, POLY,
+            t0, t1, scale0, scale1, row0, row1, bias, lse2[None, :], rate, seen, E1, LINK0, LINK1,
+            PARAM0, PARAM1, HAS_ROW0, HAS_ROW1, BIAS, MASK, FORM, SAME,
         )  # fmt: skip
-        grad = _rows(grad_base, dv, n, dv, V, num_queries, MASK or not EVEN)
-        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
-        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        if not EARLY:
+            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dropped = p
         if DROPOUT:
             kept = _kept(seed, bh, n[None, :], j[:, None], num_queries, num_keys, dropout)
@@ -140,35 +188,65 @@ def _keys_span(
         g = dp - delta
         if MASK:
             g = tl.where(seen, g, 0.0)
-        if POLY:
-            dt0 = g * pull0 * (PARAM0 * rate)
-        else:
-            dt0 = g * pull0 * scale0
-        q0 = tl.trans(qt0)
-        dk0 = tl.dot(dt0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
-        if HAS_COL0:
-            dc0 += tl.sum(dt0, 1)
+        # Scales that are the same for all queries wait until the end of the block.
+        u0 = g * pull0
+        if FORM == POLY:
+            u0 = u0 * (PARAM0 * rate)
+        elif MODE0 == 2:
+            u0 = u0 * scale0
+        dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
+        if DCOL0:
+            dc0 += tl.sum(u0, 1)
         if E1 > 0:
-            dt1 = g * pull1 * scale1
-            dk1 = tl.dot(dt1.to(qt1.dtype), tl.trans(qt1), dk1, input_precision=PRECISION)
-            if HAS_COL1:
-                dc1 += tl.sum(dt1, 1)
+            u1 = u0
+            if not SAME:
+                u1 = g * pull1
+                if MODE1 == 2:
+                    u1 = u1 * scale1
+            dk1 = tl.dot(u1.to(q1.dtype), q1, dk1, input_precision=PRECISION)
+            if DCOL1:
+                dc1 += tl.sum(u1, 1)
     return dk0, dk1, dv_, dc0, dc1
 
 
 @triton.jit
+def _store_keys(
+    dk, dc, k, c, scale, DK, DC, DS, keys, sums, j, num_keys, width,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, DCOL: tl.constexpr,
+    SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """dk, dcol and the keys' share of dscale, from sums without the scale of a head."""
+    inside = j < num_keys
+    if WANT and MODE == 1:
+        tl.store(DS + sums + j, c * dc if DCOL else tl.zeros_like(c), mask=inside)
+    if MODE != 2 and not SCALED:
+        dk = dk * scale
+        dc = dc * scale
+    if NORM:
+        dk -= dc[:, None] * k.to(tl.float32)
+    e = tl.arange(0, WIDTH)
+    target = DK + (keys + j[:, None].to(tl.int64)) * width + e[None, :]
+    tl.store(target, dk.to(DK.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
+    if SAVE_COL:
+        tl.store(DC + keys + j, dc, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_keys(
-    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE, DELTA,
-    DK0, DK1, DV, DC0, DC1,
+    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA,
+    DK0, DK1, DV, DC0, DC1, DS0, DS1,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, dropout,
+    seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr,
-    HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, CLIP: tl.constexpr, FILTER: tl.constexpr,
-    SIMPLE: tl.constexpr, EVEN: tl.constexpr, POLY: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
+    WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head."""
     bh = tl.program_id(1)
@@ -179,15 +257,20 @@ def backward_keys(
     line = bh.to(tl.int64) * num_queries
     k0 = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, j, e0, E0, num_keys, True)
     v = _rows(V_ + b * svb + (h // group_v) * svh, svt, j, dv, V, num_keys, True)
+    DCOL0: tl.constexpr = NORM0 or SAVE_COL0 or (WANT0 and HAS_COL0 and MODE0 == 1)
+    DCOL1: tl.constexpr = NORM1 or SAVE_COL1 or (WANT1 and HAS_COL1 and MODE1 == 1)
     c0 = tl.zeros((BN,), tl.float32)
     c1 = tl.zeros((BN,), tl.float32)
     if HAS_COL0:
         c0 = tl.load(C0 + b * scb0 + (h // gc0) * sch0 + j, mask=j < num_keys, other=0.0)
+    head0 = _scale(S0, number0, ss0, h, line, j, j < num_keys, MODE0) if MODE0 < 2 else 1.0
+    head1 = head0
     k1 = k0
     dk1 = tl.zeros((BN, 16), tl.float32)
     if E1 > 0:
         k1 = _rows(K1 + b * skb1 + (h // group1) * skh1, skt1, j, e1, E1, num_keys, True)
         dk1 = tl.zeros((BN, E1), tl.float32)
+        head1 = _scale(S1, number1, ss1, h, line, j, j < num_keys, MODE1) if MODE1 < 2 else 1.0
         if HAS_COL1:
             c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
     table = TABLE
@@ -230,70 +313,93 @@ def backward_keys(
             first_query, last_query = sure_stop, stop
         if ((SIMPLE and EVEN) or span == 0) and (CLIP >= 0 or span != 1):
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
-                dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1,
-                Q0 + b * sqb0 + h * sqh0, Q1 + b * sqb1 + h * sqh1, GRAD + line * dv, S0, S1, R0,
-                R1, LSE, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
-                num_keys, seed, dropout, sqt0, sqt1, stride_ids, e0, e1, dv, E0, E1, V, LINK0,
-                LINK1, PARAM0, PARAM1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, _reach(CLIP, span, 2), FILTER,
-                span == 0 or span == 3, EVEN, POLY, DROPOUT, PRECISION, BM,
+                dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
+                _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
+                _head(GRAD, 1, line, 0, dv, TMA), S0, S1, R0, R1, LSE2, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
+                num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, e0, e1, dv, E0, E1, V,
+                LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
+                _reach(CLIP, span, 2), FILTER, _form(FORM, _reach(CLIP, span, 2)), SAME,
+                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, TMA,
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
-    inside = j < num_keys
-    e = tl.arange(0, E0)
-    target = DK0 + (keys + j[:, None].to(tl.int64)) * e0 + e[None, :]
-    tl.store(target, dk0.to(DK0.dtype.element_ty), mask=inside[:, None] & (e[None, :] < e0))
+    sums = line + keys + num_queries
+    _store_keys(
+        dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, j, num_keys, e0, E0, MODE0, NORM0,
+        DCOL0, SAVE_COL0, WANT0, FORM == POLY,
+    )  # fmt: skip
+    if E1 > 0:
+        _store_keys(
+            dk1, dc1, k1, c1, head1, DK1, DC1, DS1, keys, sums, j, num_keys, e1, E1, MODE1, NORM1,
+            DCOL1, SAVE_COL1, WANT1, False,
+        )  # fmt: skip
     e = tl.arange(0, V)
     target = DV + (keys + j[:, None].to(tl.int64)) * dv + e[None, :]
-    tl.store(target, dv_.to(DV.dtype.element_ty), mask=inside[:, None] & (e[None, :] < dv))
-    if HAS_COL0:
-        tl.store(DC0 + keys + j, dc0, mask=inside)
-    if E1 > 0:
-        e = tl.arange(0, E1)
-        target = DK1 + (keys + j[:, None].to(tl.int64)) * e1 + e[None, :]
-        tl.store(target, dk1.to(DK1.dtype.element_ty), mask=inside[:, None] & (e[None, :] < e1))
-        if HAS_COL1:
-            tl.store(DC1 + keys + j, dc1, mask=inside)
+    mask = (j < num_keys)[:, None] & (e[None, :] < dv)
+    tl.store(target, dv_.to(DV.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _queries_span(
-    dq0, dq1, ds0, ds1, dr0, dr1, total, mean0, mean1, later, earlier, start, stop, q0, q1, grad,
-    scale0, scale1, row0, row1, far, rate, lse2, delta, k0, k1, v, col0, col1, table, dtable,
-    lengths, ids, i, n, b, bh, first, num_queries, num_keys, seed, dropout, skt0, skt1, svt,
+    dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, start, stop, q0, q1, grad, scale0, scale1,
+    row0, row1, rate, lse2, delta, k0, k1, v, col0, col1, table, dtable, lengths, ids, i, n, b, bh,
+    h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
     stride_ids, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr,
-    HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, CLIP: tl.constexpr, BIAS: tl.constexpr,
-    FILTER: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, POLY: tl.constexpr,
-    WANT0: tl.constexpr, WANT1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BN: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, WANT0: tl.constexpr,
+    WANT1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query."""
+    CHECK: tl.constexpr = MASK or not EVEN
+    # A scale of each query has a gradient that needs the numbers themselves.
+    EACH: tl.constexpr = WANT0 and MODE0 == 2
+    next0, next1 = lse2, lse2
+    if HAS_COL0 and (EACH or not SPREAD):
+        next0 = _numbers(col0, start, num_keys, BN)
+    if HAS_COL1:
+        next1 = _numbers(col1, start, num_keys, BN)
     for first_key in tl.range(start, stop, BN):
         j = first_key + tl.arange(0, BN)
-        c0 = tl.load(col0 + j, mask=j < num_keys, other=0.0)[None, :] if HAS_COL0 else 0.0
-        kt0 = _columns(k0, skt0, j, e0, E0, num_keys, MASK or not EVEN)
-        t0 = _product(q0, kt0, c0, HAS_COL0, PRECISION)
+        kb0 = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, E0, CHECK, TMA)
+        t0 = tl.dot(q0, tl.trans(kb0), input_precision=PRECISION)
+        if SPREAD:
+            c = _block(k1, b, h1, skb1, skt1, first_key, 16, num_keys, BN, COLUMNS, CHECK, TMA)
+            t0 = tl.dot(q1, tl.trans(c), t0, input_precision=PRECISION)
         t1 = t0
         if E1 > 0:
-            c1 = tl.load(col1 + j, mask=j < num_keys, other=0.0)[None, :] if HAS_COL1 else 0.0
-            kt1 = _columns(k1, skt1, j, e1, E1, num_keys, MASK or not EVEN)
-            t1 = _product(q1, kt1, c1, HAS_COL1, PRECISION)
-        bias = far[:, None]
+            kb1 = _block(k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, E1, CHECK, TMA)
+            if SAME:
+                t0 = tl.dot(q1, tl.trans(kb1), t0, input_precision=PRECISION)
+            else:
+                t1 = tl.dot(q1, tl.trans(kb1), input_precision=PRECISION)
+        # Started before the weights are formed, so that the two run side by side.
+        values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
+        dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        if HAS_COL0 and (EACH or not SPREAD):
+            c0 = next0[None, :]
+            if not SPREAD:
+                t0 += c0
+            next0 = _numbers(col0, first_key + BN, num_keys, BN)
+        if HAS_COL1:
+            c1 = next1[None, :]
+            t1 += c1
+            next1 = _numbers(col1, first_key + BN, num_keys, BN)
+        bias = 0.0
         if BIAS == 2:
             bias = _bias(table, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
-        seen = t0 == t0
+        seen = j[None, :] >= 0
         if MASK:
             seen = _visible(
                 i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
             )
         p, pull0, pull1 = _weights(
-            t0, t1, scale0[:, None], scale1[:, None], row0[:, None], row1[:, None], bias,
+            t0, t1, _down(scale0, MODE0), _down(scale1, MODE1), row0[:, None], row1[:, None], bias,
             lse2[:, None], rate[:, None], seen, E1, LINK0, LINK1, PARAM0, PARAM1, HAS_ROW0,
-            HAS_ROW1, BIAS > 0, MASK, POLY,
+            HAS_ROW1, BIAS, MASK, FORM, SAME,
         )  # fmt: skip
-        vt = _columns(v, svt, j, dv, V, num_keys, MASK or not EVEN)
-        dp = tl.dot(grad, vt, input_precision=PRECISION)
         if DROPOUT:
             kept = _kept(seed, bh, n[:, None], j[None, :], num_queries, num_keys, dropout)
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
@@ -301,52 +407,74 @@ def _queries_span(
         if MASK:
             g = tl.where(seen, g, 0.0)
         u0 = g * pull0
-        dq0 = tl.dot(u0.to(kt0.dtype), tl.trans(kt0), dq0, input_precision=PRECISION)
+        dq0 = tl.dot(u0.to(kb0.dtype), kb0, dq0, input_precision=PRECISION)
         if HAS_ROW0:
             dr0 += tl.sum(u0, 1)
-        if WANT0:
-            # Rounding in delta leaves sum_j P g a little off; what it does to dscale is known.
-            total += tl.sum(g * p, 1)
-            mean0 += tl.sum(pull0 * t0, 1)
-            ds0 += tl.sum(u0 * t0, 1)
+        if WANT0 and HAS_COL0 and MODE0 == 2:
+            ds0 += tl.sum(u0 * c0, 1)
         if E1 > 0:
-            u1 = g * pull1
-            dq1 = tl.dot(u1.to(kt1.dtype), tl.trans(kt1), dq1, input_precision=PRECISION)
+            u1 = u0
+            if not SAME:
+                u1 = g * pull1
+            dq1 = tl.dot(u1.to(kb1.dtype), kb1, dq1, input_precision=PRECISION)
             if HAS_ROW1:
                 dr1 += tl.sum(u1, 1)
-            if WANT1:
-                if not WANT0:
-                    total += tl.sum(g * p, 1)
-                mean1 += tl.sum(pull1 * t1, 1)
-                ds1 += tl.sum(u1 * t1, 1)
-        if BIAS == 1:
-            later += tl.sum(g * p, 1)
-        elif BIAS == 2:
+            if WANT1 and HAS_COL1 and MODE1 == 2:
+                ds1 += tl.sum(u1 * c1, 1)
+        if BIAS == 2:
             away = i[:, None] - j[None, :]
             dlog = g * p
+            inner += tl.sum(tl.where(away < CLIP, dlog, 0.0), 1)
             later += tl.sum(tl.where(away >= CLIP, dlog, 0.0), 1)
             earlier += tl.sum(tl.where(away <= -CLIP, dlog, 0.0), 1)
             # Inside the table every (query, distance) has one key: a store, no sum.
             owned = (tl.abs(away) < CLIP) & (n[:, None] < num_queries) & (j[None, :] < num_keys)
             place = dtable + n[:, None].to(tl.int64) * (2 * CLIP + 1) + away + CLIP
             tl.store(place, dlog, mask=owned)
-    return dq0, dq1, ds0, ds1, dr0, dr1, total, mean0, mean1, later, earlier
+    return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier
 
 
 @triton.jit
+def _store_queries(
+    dq, ds, dr, q, row, scale, DQ, DS, DR, line, sums, n, num_queries, width,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, HAS_ROW: tl.constexpr,
+    WANT: tl.constexpr,
+):  # fmt: skip
+    """dq, dscale and drow, from sums without the scale."""
+    inside = n < num_queries
+    wide = q.to(tl.float32)
+    if WANT:
+        ds += tl.sum(wide * dq, 1)
+        if NORM and HAS_ROW:
+            ds += dr * row / scale
+        tl.store(DS + sums + n, ds, mask=inside)
+    dq = dq * _down(scale, MODE)
+    if HAS_ROW:
+        if NORM:
+            dq -= (dr * scale)[:, None] * wide
+        else:
+            tl.store(DR + line + n, dr, mask=inside)
+    e = tl.arange(0, WIDTH)
+    target = DQ + (line + n[:, None].to(tl.int64)) * width + e[None, :]
+    tl.store(target, dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
+
+
+@triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_queries(
-    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE, DELTA, GRAD_LSE,
+    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
     DQ0, DQ1, DS0, DS1, DR0, DR1, DTABLE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, dropout,
+    seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr,
-    HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, CLIP: tl.constexpr, FILTER: tl.constexpr,
-    SIMPLE: tl.constexpr, EVEN: tl.constexpr, POLY: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, WANT0: tl.constexpr, WANT1: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
+    WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale, drow and dtable of one block of queries."""
     bh = tl.program_id(1)
@@ -357,46 +485,42 @@ def backward_queries(
     i = n + place
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
+    none = tl.zeros((BM,), tl.float32)
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     grad = _rows(GRAD + line * dv, dv, n, dv, V, num_queries, True)
-    scale0 = tl.load(S0 + line + n, mask=inside, other=0.0)
-    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else scale0
-    lse2 = LOG2E * tl.load(LSE + line + n, mask=inside, other=0.0)
-    dead = lse2 == float("-inf")
-    rate = scale0
-    if POLY:
-        rate = scale0 * tl.where(dead, 0.0, tl.exp2(-lse2 / PARAM0))
-    lse2 = tl.where(dead, 0.0, lse2)
+    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0)
+    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
+    lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
+    rate = none
+    if FORM == POLY:
+        rate = scale0 * tl.exp2(-lse2 / PARAM0)
+    elif FORM == FLAT:
+        rate = tl.exp2(-lse2)
     delta = tl.load(DELTA + line + n, mask=inside, other=0.0)
-    q1, scale1, row1 = q0, scale0, scale0
+    q1, scale1, row1 = q0, scale0, none
     dq1 = tl.zeros((BM, 16), tl.float32)
     if E1 > 0:
         q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
-        scale1 = tl.load(S1 + line + n, mask=inside, other=0.0)
-        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else scale1
+        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1)
+        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
         dq1 = tl.zeros((BM, E1), tl.float32)
-    k0 = K0 + b * skb0 + (h // group0) * skh0
-    k1 = K1 + b * skb1 + (h // group1) * skh1
-    v = V_ + b * svb + (h // group_v) * svh
+    if SPREAD:
+        q1 = _ones(BM, q0.dtype)
+    h0, h1, hv = h // group0, h // group1, h // group_v
+    k0 = _head(K0, b, h0, skb0, skh0, TMA)
+    k1 = _head(K1, b, h1, skb1, skh1, TMA and (E1 > 0 or SPREAD))
+    v = _head(V_, b, hv, svb, svh, TMA)
     col0 = C0 + b * scb0 + (h // gc0) * sch0
     col1 = C1 + b * scb1 + (h // gc1) * sch1
     table, dtable = TABLE, DTABLE
-    far = scale0
+    far = none
     if CLIP >= 0:
         table = TABLE + line * (2 * CLIP + 1)
         dtable = DTABLE + line * (2 * CLIP + 1)
         last = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
         far = LOG2E * tl.load(last, mask=inside, other=0.0)
     dq0 = tl.zeros((BM, E0), tl.float32)
-    ds0 = tl.zeros((BM,), tl.float32)
-    ds1 = tl.zeros((BM,), tl.float32)
-    dr0 = tl.zeros((BM,), tl.float32)
-    dr1 = tl.zeros((BM,), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    mean0 = tl.zeros((BM,), tl.float32)
-    mean1 = tl.zeros((BM,), tl.float32)
-    later = tl.zeros((BM,), tl.float32)
-    earlier = tl.zeros((BM,), tl.float32)
+    ds0, ds1, dr0, dr1, inner, later, earlier = none, none, none, none, none, none, none
     low = block * BM + place
     high = tl.minimum(block * BM + BM, num_queries) - 1 + place
     start, stop, sure_start, sure_stop = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
@@ -404,14 +528,14 @@ def backward_queries(
     stop = tl.maximum(stop, start)
     if SIMPLE:
         sure_start = tl.minimum(tl.maximum((sure_start + BN - 1) // BN * BN, start), stop)
-        sure_stop = tl.maximum(sure_stop // BN * BN, sure_start)
+        sure_stop = tl.maximum(tl.minimum(sure_stop, stop) // BN * BN, sure_start)
     else:
         sure_start = stop
         sure_stop = stop
+    near = sure_stop
+    if CLIP >= 0:
+        near = tl.maximum(tl.minimum((low - CLIP + 1) // BN * BN, sure_stop), sure_start)
     for span in tl.static_range(4):
-        near = sure_stop
-        if CLIP >= 0:
-            near = tl.maximum(tl.minimum((low - CLIP + 1) // BN * BN, sure_stop), sure_start)
         if span == 0:
             first_key, last_key = start, sure_start
         elif span == 1:
@@ -421,36 +545,41 @@ def backward_queries(
         else:
             first_key, last_key = sure_stop, stop
         if (SIMPLE or span == 0) and (CLIP >= 0 or span != 2):
-            dq0, dq1, ds0, ds1, dr0, dr1, total, mean0, mean1, later, earlier = _queries_span(
-                dq0, dq1, ds0, ds1, dr0, dr1, total, mean0, mean1, later, earlier, first_key,
-                last_key, q0, q1, grad, scale0, scale1, row0, row1, far, rate, lse2, delta, k0, k1,
-                v, col0, col1, table, dtable, LENGTHS, IDS, i, n, b, bh, first, num_queries,
-                num_keys, seed, dropout, skt0, skt1, svt, stride_ids, e0, e1, dv, E0, E1, V, LINK0,
-                LINK1, PARAM0, PARAM1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER,
-                span == 0 or span == 3, EVEN, POLY, WANT0, WANT1, DROPOUT, PRECISION, BN,
+            dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier = _queries_span(
+                dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, first_key, last_key, q0, q1,
+                grad, scale0, scale1, row0, row1, rate, lse2 - far if span == 1 else lse2, delta,
+                k0, k1, v, col0, col1, table, dtable, LENGTHS, IDS, i, n, b, bh, h0, h1,
+                hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
+                stride_ids, e0, e1, dv, E0,
+                E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0,
+                HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER, _form(FORM, _reach(CLIP, span, 1)),
+                SAME, span == 0 or span == 3, EVEN, WANT0, WANT1, DROPOUT, PRECISION, BN, SPREAD,
+                TMA,
             )  # fmt: skip
-    if POLY:
-        dq0 = dq0 * (PARAM0 * rate)[:, None]
+    sums = line + bh.to(tl.int64) * num_keys
+    if FORM == POLY:
+        # The scale moves all weights of a row alike: it acts on log_mass alone.
+        grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
+        if WANT0:
+            tl.store(DS0 + sums + n, PARAM0 * grad_lse / scale0, mask=inside)
+        _store_queries(
+            dq0, none, none, q0, none, PARAM0 * rate, DQ0, DS0, DR0, line, sums, n, num_queries,
+            e0, E0, 2, False, False, False,
+        )  # fmt: skip
     else:
-        dq0 = dq0 * scale0[:, None]
-    e = tl.arange(0, E0)
-    target = DQ0 + (line + n[:, None].to(tl.int64)) * e0 + e[None, :]
-    tl.store(target, dq0.to(DQ0.dtype.element_ty), mask=inside[:, None] & (e[None, :] < e0))
-    grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
-    if WANT0:
-        tl.store(DS0 + line + n, ds0 - (total - grad_lse) * mean0, mask=inside)
-    if HAS_ROW0:
-        tl.store(DR0 + line + n, dr0, mask=inside)
+        _store_queries(
+            dq0, ds0, dr0, q0, row0, scale0, DQ0, DS0, DR0, line, sums, n, num_queries, e0, E0,
+            MODE0, NORM0, HAS_ROW0, WANT0,
+        )  # fmt: skip
     if E1 > 0:
-        e = tl.arange(0, E1)
-        target = DQ1 + (line + n[:, None].to(tl.int64)) * e1 + e[None, :]
-        dq1 = dq1 * scale1[:, None]
-        tl.store(target, dq1.to(DQ1.dtype.element_ty), mask=inside[:, None] & (e[None, :] < e1))
-        if WANT1:
-            tl.store(DS1 + line + n, ds1 - (total - grad_lse) * mean1, mask=inside)
-        if HAS_ROW1:
-            tl.store(DR1 + line + n, dr1, mask=inside)
+        _store_queries(
+            dq1, ds1, dr1, q1, row1, scale1, DQ1, DS1, DR1, line, sums, n, num_queries, e1, E1,
+            MODE1, NORM1, HAS_ROW1, WANT1,
+        )  # fmt: skip
     if CLIP >= 0:
         ends = dtable + n.to(tl.int64) * (2 * CLIP + 1)
+        # All weights of a row move together by dlog_mass: what is beyond the reach is the rest.
+        grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
+        rest = tl.where(lse2 == float("inf"), 0.0, grad_lse) - inner
         tl.store(ends, earlier, mask=inside)
-        tl.store(ends + 2 * CLIP, later, mask=inside)
+        tl.store(ends + 2 * CLIP, tl.where(near > sure_start, rest, later), mask=inside)

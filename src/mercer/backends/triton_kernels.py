@@ -23,55 +23,78 @@ RATIONAL = tl.constexpr(2)
 MATERN12 = tl.constexpr(3)
 MATERN32 = tl.constexpr(4)
 MATERN52 = tl.constexpr(5)
+# How a span forms its weights: by the general way, or by one of the shorter ones.
+GENERAL = tl.constexpr(0)
+PLAIN = tl.constexpr(1)
+POLY = tl.constexpr(2)
+FLAT = tl.constexpr(3)
+# Numbers per key as columns of a product: three, filled up to the least that a product takes.
+COLUMNS = tl.constexpr(16)
 
 
 @triton.jit
-def _log2_weight(s, LINK: tl.constexpr, PARAM: tl.constexpr):
-    """log2 w(s); for the identity, s itself is already to the base 2."""
-    if LINK == IDENTITY:
-        out = s
-    elif LINK == POWER:
-        out = PARAM * tl.log2(tl.abs(s))
-    elif LINK == RATIONAL:
-        out = -PARAM * tl.log2(1.0 - tl.minimum(s, 0.0) / PARAM)
-    elif LINK == MATERN12:
-        out = -LOG2E * tl.sqrt(tl.maximum(-2.0 * s, 0.0))
-    elif LINK == MATERN32:
-        a = SQRT3 * tl.sqrt(tl.maximum(-2.0 * s, 0.0))
-        out = tl.log2(1.0 + a) - LOG2E * a
-    else:
-        a = SQRT5 * tl.sqrt(tl.maximum(-2.0 * s, 0.0))
-        out = tl.log2(1.0 + a + a * a / 3.0) - LOG2E * a
-    return out
+def _link(s, LINK: tl.constexpr, PARAM: tl.constexpr, FLAT: tl.constexpr):
+    """(E, A, C): w = A 2^E and dw/ds = C 2^E, by as few slow functions as there are.
 
-
-@triton.jit
-def _slope(s, LINK: tl.constexpr, PARAM: tl.constexpr):
-    """d ln w / ds."""
+    For the identity, s is already to the base 2. FLAT: the weight needs no exponential at all.
+    Comparisons are written so that NaN stays NaN.
+    """
+    exponent = s
+    factor = 1.0
+    pull = 1.0
     if LINK == POWER:
-        out = tl.where(s == 0.0, 0.0, PARAM / tl.where(s == 0.0, 1.0, s))
+        exponent = PARAM * tl.log2(tl.abs(s))
+        pull = tl.where(s == 0.0, 0.0, PARAM / tl.where(s == 0.0, 1.0, s))
     elif LINK == RATIONAL:
-        out = 1.0 / (1.0 - tl.minimum(s, 0.0) / PARAM)
-    elif LINK == MATERN12:
-        r = tl.sqrt(tl.maximum(-2.0 * s, 0.0))
-        out = tl.where(r > 0.0, 1.0 / tl.where(r > 0.0, r, 1.0), 0.0)
-    elif LINK == MATERN32:
-        out = 3.0 / (1.0 + SQRT3 * tl.sqrt(tl.maximum(-2.0 * s, 0.0)))
+        base = 1.0 + tl.where(s > 0.0, 0.0, -s) * (1.0 / PARAM)
+        root = tl.rsqrt(base)
+        inverse = root * root
+        if FLAT:
+            factor = inverse
+            pull = inverse * inverse
+        else:
+            exponent = -PARAM * tl.log2(base)
+            pull = inverse
+    elif LINK != IDENTITY:
+        square = tl.where(s > 0.0, 0.0, -2.0 * s)
+        inverse = tl.rsqrt(square + 1e-30)
+        r = square * inverse
+        if LINK == MATERN12:
+            exponent = -LOG2E * r
+            pull = tl.where(square > 0.0, inverse, 0.0)
+        elif LINK == MATERN32:
+            exponent = (-LOG2E * SQRT3) * r
+            factor = 1.0 + SQRT3 * r
+            pull = 3.0
+        else:
+            exponent = (-LOG2E * SQRT5) * r
+            factor = 1.0 + SQRT5 * r + (5.0 / 3.0) * square
+            pull = (5.0 / 3.0) * (1.0 + SQRT5 * r)
+    return exponent, factor, pull
+
+
+@triton.jit
+def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr):
+    """The scale of a slot: a number, a number of the head, or one for each query."""
+    if MODE == 0:
+        out = number
+    elif MODE == 1:
+        out = tl.load(tensor + h * stride)
     else:
-        a = SQRT5 * tl.sqrt(tl.maximum(-2.0 * s, 0.0))
-        out = (5.0 / 3.0) * (1.0 + a) / (1.0 + a + a * a / 3.0)
+        out = tl.load(tensor + line + n, mask=inside, other=0.0)
     return out
 
 
 @triton.jit
-def _product(a, b, col, HAS_COL: tl.constexpr, PRECISION: tl.constexpr):
-    """<a, b> + col; the number per key starts the accumulator, so it costs nothing."""
-    if HAS_COL:
-        start = tl.broadcast_to(col, (a.shape[0], b.shape[1]))
-        out = tl.dot(a, b, start, input_precision=PRECISION)
-    else:
-        out = tl.dot(a, b, input_precision=PRECISION)
-    return out
+def _down(x, MODE: tl.constexpr):
+    """A scale beside rows of queries."""
+    return x[:, None] if MODE == 2 else x
+
+
+@triton.jit
+def _across(x, MODE: tl.constexpr):
+    """A scale above columns of queries."""
+    return x[None, :] if MODE == 2 else x
 
 
 @triton.jit
@@ -86,6 +109,38 @@ def _scaled(t, scale, row, LINK: tl.constexpr, HAS_ROW: tl.constexpr):
         if LINK == MATERN12:
             s = tl.where(s > -3.8e-6 * tl.abs(row), 0.0, s)
     return s
+
+
+@triton.jit
+def half_norms(
+    X, S, OUT, number, stride, num_heads, length, width, sxb, sxh, sxt,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """-|x|^2 / 2 of every place, times a scale; NaN where x is not finite."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = n < length
+    x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True).to(tl.float32)
+    x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+    line = bh.to(tl.int64) * length
+    scale = _scale(S, number, stride, h, line, n, inside, MODE)
+    tl.store(OUT + line + n, -0.5 * tl.sum(x * x, 1) * scale, mask=inside)
+
+
+@triton.jit
+def split_columns(COL, OUT, count, BM: tl.constexpr):
+    """Numbers as COLUMNS columns of half precision that add up to them, [count, COLUMNS]."""
+    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    e = tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(COL + n, mask=n < count, other=0.0)
+    high = x.to(OUT.dtype.element_ty).to(tl.float32)
+    middle = (x - high).to(OUT.dtype.element_ty).to(tl.float32)
+    low = x - high - middle
+    parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
+    parts = tl.where(e < 3, parts, 0.0)
+    target = OUT + n[:, None] * COLUMNS + e
+    tl.store(target, parts.to(OUT.dtype.element_ty), mask=(n < count)[:, None])
 
 
 @triton.jit
@@ -195,14 +250,22 @@ def _rows(base, stride, index, width, WIDTH: tl.constexpr, limit, CHECK: tl.cons
 
 
 @triton.jit
-def _columns(base, stride, index, width, WIDTH: tl.constexpr, limit, CHECK: tl.constexpr):
-    """The same, transposed: [WIDTH, len(index)]."""
-    e = tl.arange(0, WIDTH)
-    pointers = base + index[None, :].to(tl.int64) * stride + e[:, None]
-    if CHECK:
-        out = tl.load(pointers, mask=(index[None, :] < limit) & (e[:, None] < width), other=0.0)
+def _head(tensor, b, h, stride_b, stride_h, TMA: tl.constexpr):
+    """Where a head begins; the copy engine finds it by itself."""
+    return tensor if TMA else tensor + b * stride_b + h * stride_h
+
+
+@triton.jit
+def _block(
+    base, b, h, stride_b, stride, start, width, limit,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of features from start on, by the copy engine or by pointers."""
+    if TMA:
+        batch = tl.where(stride_b == 0, 0, b).to(tl.int32)
+        out = base.load([batch, h.to(tl.int32), start, 0]).reshape(ROWS, WIDTH)
     else:
-        out = tl.load(pointers)
+        out = _rows(base, stride, start + tl.arange(0, ROWS), width, WIDTH, limit, CHECK)
     return out
 
 
@@ -227,6 +290,12 @@ def _reach(clip, span, beyond):
     return 0 if clip < 0 else 1 if span == beyond else 2
 
 
+@triton.constexpr_function
+def _form(form, bias):
+    """A plain dot product that needs its table by distance is plain no more."""
+    return 0 if form == 1 and bias == 2 else form
+
+
 @triton.jit
 def _power(x, DEGREE: tl.constexpr):
     out = x
@@ -236,38 +305,60 @@ def _power(x, DEGREE: tl.constexpr):
 
 
 @triton.jit
+def _numbers(col, start, num_keys, BN: tl.constexpr):
+    """The numbers of BN keys from start on."""
+    j = start + tl.arange(0, BN)
+    return tl.load(col + j, mask=j < num_keys, other=0.0)
+
+
+@triton.jit
+def _ones(BM: tl.constexpr, dtype: tl.constexpr):
+    """What columns are multiplied by to be added up."""
+    return tl.full((BM, COLUMNS), 1.0, dtype)
+
+
+@triton.jit
 def _forward_span(
     acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
-    table, lengths, ids, i, n, b, bh, first, num_queries, num_keys, seed, dropout, skt0, skt1, svt,
-    stride_ids, e0, e1, dv,
+    table, lengths, ids, i, n, b, bh, h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0,
+    skt0, skb1, skt1, svb, svt, stride_ids, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr,
-    HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, CLIP: tl.constexpr, BIAS: tl.constexpr,
-    FILTER: tl.constexpr, PLAIN: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
-    POLY: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, BN: tl.constexpr, INSIDE: tl.constexpr, SPREAD: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: the running peak, mass and sums of values."""
+    CHECK: tl.constexpr = MASK or not EVEN
+    # The numbers per key are read one block ahead: nothing else hides the wait for them.
+    c0, c1 = far, far
+    if HAS_COL0 and not SPREAD:
+        c0 = _numbers(col0, start, num_keys, BN)
+    if HAS_COL1:
+        c1 = _numbers(col1, start, num_keys, BN)
     for first_key in tl.range(start, stop, BN):
         j = first_key + tl.arange(0, BN)
-        c0 = tl.load(col0 + j, mask=j < num_keys, other=0.0)[None, :] if HAS_COL0 else 0.0
-        kt = _columns(k0, skt0, j, e0, E0, num_keys, MASK or not EVEN)
-        s = _product(q0, kt, c0, HAS_COL0, PRECISION)
-        if not POLY and not PLAIN:
-            s = _log2_weight(
-                _scaled(s, scale0[:, None], row0[:, None], LINK0, HAS_ROW0), LINK0, PARAM0
-            )
+        k = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, E0, CHECK, TMA)
+        t = tl.dot(q0, tl.trans(k), input_precision=PRECISION)
+        if SPREAD:
+            c = _block(k1, b, h1, skb1, skt1, first_key, 16, num_keys, BN, COLUMNS, CHECK, TMA)
+            t = tl.dot(q1, tl.trans(c), t, input_precision=PRECISION)
         if E1 > 0:
-            c1 = tl.load(col1 + j, mask=j < num_keys, other=0.0)[None, :] if HAS_COL1 else 0.0
-            kt1 = _columns(k1, skt1, j, e1, E1, num_keys, MASK or not EVEN)
-            t1 = _product(q1, kt1, c1, HAS_COL1, PRECISION)
-            s += _log2_weight(
-                _scaled(t1, scale1[:, None], row1[:, None], LINK1, HAS_ROW1), LINK1, PARAM1
-            )
-        if BIAS == 1:
-            s += far[:, None]
-        elif BIAS == 2:
-            s += _bias(table, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
-        values = _rows(v, svt, j, dv, V, num_keys, MASK or not EVEN)
+            k = _block(k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, E1, CHECK, TMA)
+            if SAME:
+                t = tl.dot(q1, tl.trans(k), t, input_precision=PRECISION)
+            else:
+                t1 = tl.dot(q1, tl.trans(k), input_precision=PRECISION)
+        if INSIDE:
+            wide = k.to(tl.float32)
+            t += tl.sum(wide * wide, 1)[None, :] * -0.5
+        elif HAS_COL0 and not SPREAD:
+            t += c0[None, :]
+            c0 = _numbers(col0, first_key + BN, num_keys, BN)
+        values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
+        seen = j[None, :] >= 0
         if MASK:
             seen = _visible(
                 i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
@@ -276,50 +367,78 @@ def _forward_span(
             finite = tl.abs(values) < float("inf")
             bad = tl.max(tl.where(finite, 0, 1), 1) > 0
             values = tl.where(finite, values, 0.0)
-            s = tl.where(bad[None, :], float("nan"), s)
-            s = tl.where(seen, s, 0.0 if POLY else float("-inf"))
-        if PLAIN:
-            # One plain dot product: the positive scale waits until the exponent, one operation.
+            t = tl.where(bad[None, :], float("nan"), t)
+        if FORM == PLAIN:
+            # One dot product: the positive scale waits until the exponent, one operation.
+            if MASK:
+                t = tl.where(seen, t, float("-inf"))
             rate = scale0 * LOG2E
-            higher = tl.maximum(peak, tl.max(s, 1) * rate)
+            higher = tl.maximum(peak, tl.max(t, 1) * rate + far)
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(s * rate[:, None] - base[:, None])
+            p = tl.exp2(t * _down(rate, MODE0) - (base - far)[:, None])
             shrink = tl.exp2(peak - base)
-        elif POLY:
+        elif FORM == POLY:
             # The weight is s^p itself: no logarithm, and the row's scale is a power too.
-            higher = tl.maximum(peak, tl.max(tl.abs(s), 1))
+            if MASK:
+                t = tl.where(seen, t, 0.0)
+            higher = tl.maximum(peak, tl.max(tl.abs(t), 1))
             inverse = tl.where(higher > 0.0, 1.0 / tl.where(higher > 0.0, higher, 1.0), 0.0)
-            p = _power(s * inverse[:, None], PARAM0)
+            p = _power(t * inverse[:, None], PARAM0)
             shrink = _power(peak * inverse, PARAM0)
         else:
-            higher = tl.maximum(peak, tl.max(s, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(s - base[:, None])
-            shrink = tl.exp2(peak - base)
-        mass = mass * shrink + tl.sum(p, 1)
+            s = _scaled(t, _down(scale0, MODE0), row0[:, None], LINK0, HAS_ROW0)
+            e, a, _ = _link(s, LINK0, PARAM0, FORM == FLAT)
+            if E1 > 0 and not SAME:
+                if HAS_COL1:
+                    t1 += c1[None, :]
+                    c1 = _numbers(col1, first_key + BN, num_keys, BN)
+                s1 = _scaled(t1, _down(scale1, MODE1), row1[:, None], LINK1, HAS_ROW1)
+                other, a1, _ = _link(s1, LINK1, PARAM1, False)
+                e += other
+                a = a * a1
+            if BIAS == 2:
+                e += _bias(table, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
+            if FORM == FLAT:
+                # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
+                p = tl.where(seen, a, 0.0) if MASK else a
+                higher = peak
+                shrink = peak
+            else:
+                if MASK:
+                    e = tl.where(seen, e, float("-inf"))
+                higher = tl.maximum(peak, tl.max(e, 1) + far)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                p = a * tl.exp2(e - (base - far)[:, None])
+                shrink = tl.exp2(peak - base)
+        if FORM == FLAT:
+            mass += tl.sum(p, 1)
+        else:
+            mass = mass * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
         if DROPOUT:
             kept = _kept(seed, bh, n[:, None], j[None, :], num_queries, num_keys, dropout)
             p = tl.where(kept, p, 0.0)
-        acc = acc * shrink[:, None]
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = higher
     return acc, mass, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def forward(
-    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, OUT, LSE,
+    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, OUT, LOW, LSE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, dropout,
+    seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr,
-    HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, CLIP: tl.constexpr, FILTER: tl.constexpr,
-    SIMPLE: tl.constexpr, EVEN: tl.constexpr, POLY: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
+    INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """out and log_mass of one block of queries."""
+    """out and log_mass of one block of queries; with SPLIT, over one part of the keys."""
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), bh % num_heads
     # Late blocks of a causal filter have the most to do: they start first.
@@ -330,20 +449,24 @@ def forward(
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
-    scale0 = tl.load(S0 + line + n, mask=inside, other=0.0)
-    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else scale0
-    q1, scale1, row1 = q0, scale0, scale0
+    none = tl.zeros((BM,), tl.float32)
+    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0)
+    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
+    q1, scale1, row1 = q0, scale0, none
     if E1 > 0:
         q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
-        scale1 = tl.load(S1 + line + n, mask=inside, other=0.0)
-        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else scale1
-    k0 = K0 + b * skb0 + (h // group0) * skh0
-    k1 = K1 + b * skb1 + (h // group1) * skh1
-    v = V_ + b * svb + (h // group_v) * svh
+        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1)
+        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
+    if SPREAD:
+        q1 = _ones(BM, q0.dtype)
+    h0, h1, hv = h // group0, h // group1, h // group_v
+    k0 = _head(K0, b, h0, skb0, skh0, TMA)
+    k1 = _head(K1, b, h1, skb1, skh1, TMA and (E1 > 0 or SPREAD))
+    v = _head(V_, b, hv, svb, svh, TMA)
     col0 = C0 + b * scb0 + (h // gc0) * sch0
     col1 = C1 + b * scb1 + (h // gc1) * sch1
     table = TABLE
-    far = scale0
+    far = none
     if CLIP >= 0:
         table = TABLE + line * (2 * CLIP + 1)
         last = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
@@ -352,17 +475,22 @@ def forward(
     acc = tl.zeros((BM, V), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
     peak = tl.zeros((BM,), tl.float32)
-    if not POLY:
+    if FORM < POLY:
         peak += float("-inf")
     low = block * BM + place
     high = tl.minimum(block * BM + BM, num_queries) - 1 + place
     start, stop, sure_start, sure_stop = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
     start = tl.maximum(start, 0) // BN * BN
+    if SPLIT:
+        part = (num_keys + tl.num_programs(2) - 1) // tl.num_programs(2)
+        part = (part + BN - 1) // BN * BN
+        start = tl.maximum(start, tl.program_id(2) * part)
+        stop = tl.minimum(stop, (tl.program_id(2) + 1) * part)
     stop = tl.maximum(stop, start)
     if SIMPLE:
         # [start, sure_start) and [sure_stop, stop) need a mask; what lies between does not.
         sure_start = tl.minimum(tl.maximum((sure_start + BN - 1) // BN * BN, start), stop)
-        sure_stop = tl.maximum(sure_stop // BN * BN, sure_start)
+        sure_stop = tl.maximum(tl.minimum(sure_stop, stop) // BN * BN, sure_start)
     else:
         sure_start = stop
         sure_stop = stop
@@ -381,21 +509,58 @@ def forward(
             first_key, last_key = sure_stop, stop
         if (SIMPLE or span == 0) and (CLIP >= 0 or span != 2):
             acc, mass, peak = _forward_span(
-                acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1, far,
-                k0, k1, v, col0, col1, table, LENGTHS, IDS, i, n, b, bh, first, num_queries,
-                num_keys, seed, dropout, skt0, skt1, svt, stride_ids, e0, e1, dv, E0, E1, V, LINK0,
-                LINK1, PARAM0, PARAM1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER,
-                LINK0 == IDENTITY and E1 == 0 and CLIP < 0, span == 0 or span == 3, EVEN, POLY, DROPOUT, PRECISION, BN,
+                acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
+                far if span == 1 else none, k0, k1, v, col0, col1, table, LENGTHS, IDS, i, n, b, bh,
+                h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb,
+                svt, stride_ids, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1,
+                HAS_ROW0, HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER,
+                _form(FORM, _reach(CLIP, span, 1)), SAME, span == 0 or span == 3, EVEN, DROPOUT,
+                PRECISION, BN, INSIDE, SPREAD, TMA,
             )  # fmt: skip
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
     out = acc / safe[:, None]
     if DROPOUT:
         out = out / (1.0 - dropout)
-    if POLY:
+    if FORM == POLY:
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
     e = tl.arange(0, V)
-    target = OUT + (line + n[:, None].to(tl.int64)) * dv + e[None, :]
-    tl.store(target, out.to(OUT.dtype.element_ty), mask=inside[:, None] & (e[None, :] < dv))
+    if SPLIT:
+        line += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * num_queries
+    target = (line + n[:, None].to(tl.int64)) * dv + e[None, :]
+    mask = inside[:, None] & (e[None, :] < dv)
+    rounded = out.to(OUT.dtype.element_ty)
+    tl.store(OUT + target, rounded, mask=mask)
+    if HAS_LOW:
+        # What rounding took away: the backward needs <dO, O> better than it can be stored.
+        tl.store(LOW + target, (out - rounded.to(tl.float32)).to(LOW.dtype.element_ty), mask=mask)
     tl.store(LSE + line + n, lse, mask=inside)
+
+
+@triton.jit
+def merge(
+    PARTS, MASSES, OUT, LSE, rows, dv, SPLITS: tl.constexpr, V: tl.constexpr, BM: tl.constexpr
+):
+    """One out and log_mass from those of every part of the keys."""
+    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    e = tl.arange(0, V)
+    inside = n < rows
+    mask = inside[:, None] & (e[None, :] < dv)
+    peak = tl.zeros((BM,), tl.float32) + float("-inf")
+    mass = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, V), tl.float32)
+    for part in tl.range(SPLITS):
+        log = tl.load(MASSES + part * rows + n, mask=inside, other=float("-inf"))
+        higher = tl.maximum(peak, log, propagate_nan=tl.PropagateNan.ALL)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        share, shrink = tl.exp(log - base), tl.exp(peak - base)
+        out = tl.load(PARTS + (part * rows + n[:, None]) * dv + e[None, :], mask=mask, other=0.0)
+        acc = acc * shrink[:, None] + out * share[:, None]
+        mass = mass * shrink + share
+        peak = higher
+    empty = mass == 0.0
+    safe = tl.where(empty, 1.0, mass)
+    out = acc / safe[:, None]
+    tl.store(OUT + n[:, None] * dv + e[None, :], out.to(OUT.dtype.element_ty), mask=mask)
+    tl.store(LSE + n, tl.where(empty, float("-inf"), peak + tl.log(safe)), mask=inside)

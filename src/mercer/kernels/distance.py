@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..features import Input
 from ..links import Matern12, Matern32, Matern52, Rational
-from ..term import Factor, Link, Term, accumulator
+from ..term import Apart, Link, Term, accumulator
 from .base import Kernel
 
 Bandwidth = float | Sequence[float] | Tensor | None
@@ -71,9 +71,7 @@ class Distance(Kernel):
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
         q, k = self.select(q, k)
-        precision = self.precision(q)
-        row = precision[..., 0] * half_norm(q)
-        factor = Factor(q=q, k=k, scale=precision, col=half_norm(k), row=row, link=self.link)
+        factor = Apart(q=q, k=k, scale=self.precision(q), link=self.link)
         return (Term(factors=(factor,)),)
 
     @property
@@ -182,8 +180,8 @@ class AdaptiveRBF(Distance):
                 f"AdaptiveRBF was made for {self.weight.shape[-1]} features, "
                 f"but the queries have {x.shape[-1]}"
             )
-        w = self.weight.to(accumulator(x.dtype))[:, None]
-        steer = (x.to(w.dtype) * w).sum(-1, keepdim=True)
+        w = self.weight.to(accumulator(x.dtype))[..., None]
+        steer = x.to(w.dtype) @ w
         steer = self.reach * torch.tanh(steer / self.reach)
         return super().precision(x) * torch.exp(-2 * steer)
 
@@ -194,12 +192,6 @@ class AdaptiveRBF(Distance):
 def squared_distance(q: Tensor, k: Tensor) -> Tensor:
     """|q_i - k_j|^2 by differences, [B, H, Q, K]: exact, and as large as B H Q K D."""
     return (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
-
-
-def half_norm(x: Tensor) -> Tensor:
-    """-|x|^2 / 2 in the accumulator's dtype, [B, H, T]."""
-    # The norm reads half precision and sums in float32, without a copy of x in float32.
-    return -0.5 * torch.linalg.vector_norm(x, dim=-1, dtype=accumulator(x.dtype)).square()
 
 
 def _times_square(number: str, s: str) -> str:

@@ -74,7 +74,7 @@ class Lookup(Positional):
             )
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         wide = accumulator(q.dtype)
-        return (q.to(wide) * scale) @ self.table.to(wide).mT
+        return q.to(wide) @ (scale * self.table.to(wide)).mT
 
     @property
     def formula(self) -> str:

@@ -1,0 +1,605 @@
+"""From tensors to launches of the fused kernels, with as little as possible to do for each call.
+
+What follows from shapes and options alone is worked out once and kept as a `Plan`: block sizes, the
+arguments that are no tensors, and the compiled kernels. A call then forms the numbers per key and
+per query, and starts the kernels.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..term import repeat
+
+# Triton's own interpreter, in which the tests run these kernels on a CPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# How weights are formed, as triton_kernels.py has it.
+PLAIN, POLY, FLAT = 1, 2, 3
+
+
+class Slot(NamedTuple):
+    """One factor with features."""
+
+    link: int  # 0 for the identity
+    param: float
+    mode: int  # the scale is a number (0), a tensor of heads (1) or of queries (2)
+    number: float
+    norm: bool  # the numbers per key, and inside a link per query, are -|x|^2 / 2
+    wants: bool  # the scale has a gradient
+    saves: bool  # the number per key that came has a gradient
+
+
+class Static(NamedTuple):
+    """All that is no tensor."""
+
+    slots: tuple[Slot, ...]
+    filter: tuple[tuple[int, ...], ...]
+    first: int
+    simple: bool
+    dropout_p: float
+    trains: bool
+    shape: tuple[int, int, int]  # batch, heads, queries
+
+    def text(self) -> str:
+        """For operators, which take numbers, text and tensors."""
+        return repr((tuple(tuple(slot) for slot in self.slots), *self[1:]))
+
+    @property
+    def precise(self) -> bool:
+        """Whether a gradient needs <dO, O> better than the output is stored."""
+        return self.trains and any(slot.wants for slot in self.slots)
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Static:
+    slots, *rest = ast.literal_eval(text)
+    return Static(tuple(Slot(*slot) for slot in slots), *rest)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one call, in lists with one entry for each slot."""
+
+    q: list[Tensor]
+    k: list[Tensor]
+    v: Tensor
+    scale: list[Tensor]
+    row: list[Tensor]
+    col: list[Tensor]
+    table: Tensor | None
+    lengths: Tensor | None
+    ids: Tensor | None
+    seed: Tensor | None
+
+    @classmethod
+    def of(
+        cls, tensors: tuple[Tensor, ...], table: Tensor | None, lengths: Tensor | None,
+        ids: Tensor | None, seed: Tensor | None,
+    ) -> Inputs:  # fmt: skip
+        """From q, k, v, scale, row and col one after the other."""
+        n = len(tensors) // 5
+        q, k, rest = tensors[:n], tensors[n : 2 * n], tensors[2 * n + 1 :]
+        scale, row, col = (list(rest[m * n : (m + 1) * n]) for m in range(3))
+        return cls(list(q), list(k), tensors[2 * n], scale, row, col, table, lengths, ids, seed)
+
+    def readable(self) -> Inputs:
+        """With features side by side in memory, and the small tensors contiguous."""
+        q, k = [_readable(x) for x in self.q], [_readable(x) for x in self.k]
+        scale, row = ([x.contiguous() for x in xs] for xs in (self.scale, self.row))
+        table = None if self.table is None else self.table.contiguous()
+        return Inputs(
+            q, k, _readable(self.v), scale, row, self.col, table, self.lengths, self.ids, self.seed
+        )
+
+
+class Numbers(NamedTuple):
+    """What is formed from the inputs before a kernel starts, and kept for the backward."""
+
+    col0: Tensor
+    col1: Tensor
+    row0: Tensor
+    row1: Tensor
+    columns: Tensor  # the first slot's numbers per key as columns of a product, or as they are
+
+
+@dataclass(eq=False)
+class Launch:
+    """One kernel with everything but its tensors; compiled at its first start."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    constants: dict[str, Any]
+    options: dict[str, int]
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
+        if INTERPRETED:
+            self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
+            return
+        # Triton would look for the compiled kernel anew by each of some eighty arguments.
+        device = tensors[-1].device
+        key = (device, *(x.data_ptr() & 15 if isinstance(x, Tensor) else 0 for x in tensors))
+        found = self.compiled.get(key)
+        if found is None:
+            with torch.cuda.device(device):
+                self.compiled[key] = self.kernel[self.grid](
+                    *tensors, *numbers, **self.constants, **self.options
+                )
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        found[self.grid](*tensors, *numbers, *self.constants.values(), stream=stream)
+
+
+@dataclass(eq=False)
+class Plan:
+    """What follows from shapes, strides and options."""
+
+    static: Static
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    widths: tuple[int, int, int]  # of the two slots' features and of the values
+    num_keys: int
+    constants: dict[str, Any]
+    spread: bool  # numbers per key are columns, in place of the second slot's keys
+    aligned: tuple[bool, ...]  # whether the copy engine can read the two q, the two k, and v
+    launches: dict[Any, Launch] = field(default_factory=dict)
+
+    def numbers(self, seed: Tensor | None) -> tuple[int | float, ...]:
+        s = self.static
+        drawn = 0 if seed is None else int(seed) % 2**31
+        return (
+            *self.strides, s.shape[2], self.num_keys, s.first, *self.widths, drawn,
+            s.slots[0].number, s.slots[-1].number, s.dropout_p,
+        )  # fmt: skip
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
+    """The plan of a call; those with the same shapes share one."""
+    read = (*x.q, *x.k, x.v, ready.columns, ready.col0, ready.col1)
+    key = (
+        static, x.v.dtype, *(y.shape for y in read), *(y.stride() for y in read),
+        None if x.table is None else x.table.shape[-1],
+        *((None, 0) if y is None else (y.dtype, y.shape[0]) for y in (x.lengths, x.ids)),
+        *(y.numel() for y in x.scale),
+        # The copy engine reads from multiples of 16 bytes.
+        *(y.data_ptr() % 16 for y in read[:-3]),
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) > 4096:
+            _plans.clear()
+        found = _plans[key] = _make(x, static, ready)
+    return found
+
+
+def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
+    slots = static.slots
+    batch, heads, _ = static.shape
+    c0, c1, row0, row1, columns = ready
+    two, spread = len(slots) == 2, columns.dim() == 4
+    q0, q1, k0, k1, v = x.q[0], x.q[-1], x.k[0], columns if spread else x.k[-1], x.v
+    widths = (q0.shape[-1], q1.shape[-1], v.shape[-1])
+    e0, e1, dv = (room(w) for w in widths)
+    strides = [s for y in (q0, k0, q1, k1, v) for s in _strides(y, batch)]
+    strides += [s for y in (c0, c1) for s in _strides(y, batch)[:2]]
+    strides.append(0 if x.ids is None or x.ids.shape[0] == 1 else x.ids.stride(0))
+    strides += [0 if y.numel() == 1 else 1 for y in (x.scale[0], x.scale[-1])]
+    strides += [heads, *(heads // y.shape[1] for y in (k0, k1, v))]
+    strides += [heads // y.shape[1] if y.dim() == 3 else 1 for y in (c0, c1)]
+    form, same = _form(static, x.table is not None, v.dtype)
+    constants = {
+        "E0": e0,
+        "E1": e1 if two else 0,
+        "V": dv,
+        "LINK0": slots[0].link,
+        "LINK1": slots[-1].link,
+        "PARAM0": slots[0].param,
+        "PARAM1": slots[-1].param,
+        "MODE0": slots[0].mode,
+        "MODE1": slots[-1].mode,
+        "HAS_COL0": c0.numel() > 0,
+        "HAS_COL1": two and c1.numel() > 0,
+        "HAS_ROW0": row0.numel() > 0,
+        "HAS_ROW1": two and row1.numel() > 0,
+        "CLIP": -1 if x.table is None else (x.table.shape[-1] - 1) // 2,
+        "FILTER": static.filter,
+        "SIMPLE": static.simple,
+        "FORM": form,
+        "SAME": same,
+        "EVEN": widths[0] == e0 and widths[2] == dv and (not two or widths[1] == e1),
+        "DROPOUT": static.dropout_p > 0.0,
+        "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
+    }
+    aligned = tuple(copies(y) for y in (q0, q1, k0, k1, v))
+    return Plan(static, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, aligned)
+
+
+def _form(static: Static, table: bool, dtype: torch.dtype) -> tuple[int, bool]:
+    """How the weights are formed, and whether two slots are parts of one dot product."""
+    first, *others = static.slots
+    same = bool(others) and all(
+        s.link == 0 and s.mode == 0 and s.number == first.number and not s.norm
+        for s in static.slots
+    )
+    if others and not same:
+        return 0, False
+    if first.link == 0 and (first.number > 0 if first.mode == 0 else first.norm):
+        return PLAIN, same
+    if first.link == 1 and not table:
+        return POLY, same
+    # float16 has too few small numbers for weights that are not divided by their largest.
+    flat = first.link == 2 and first.param == 1.0 and not table and dtype != torch.float16
+    return (FLAT if flat else 0), same
+
+
+def room(width: int) -> int:
+    """The features of a block: a power of two."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _strides(x: Tensor, batch: int) -> tuple[int, int, int]:
+    """Of batch, head and place; a batch of 1 is read again for each."""
+    if x.dim() < 3:
+        return 0, 0, 0
+    b = 0 if x.shape[0] == 1 and batch > 1 else x.stride(0)
+    return b, x.stride(1), x.stride(2)
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def copies(x: Tensor) -> bool:
+    """Whether the copy engine can read x: on Hopper and later, in multiples of 16 bytes."""
+    if not (INTERPRETED or _hopper(x.device)) or x.data_ptr() % 16:
+        return False
+    size = x.dtype.itemsize
+    strides = zip(x.stride()[:3], x.shape[:3], strict=True)
+    return all(d == 1 or (s > 0 and s * size % 16 == 0) for s, d in strides)
+
+
+@lru_cache(maxsize=16)
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 16
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def describe(x: Tensor, rows: int, width: int) -> Any:
+    """x for the copy engine, in blocks of rows."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # The stride of a dimension of 1 is never used, but must be a multiple of 16 bytes.
+    strides = [s if d > 1 else 16 for s, d in zip(x.stride(), x.shape, strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, width])
+
+
+def prepare(x: Inputs, static: Static, inside: bool = False) -> Numbers:
+    """Numbers per key and per query; `inside`: a kernel forms the first slot's norms itself."""
+    cols, rows = [], []
+    for n, slot in enumerate(static.slots):
+        col, row, k = x.col[n], x.row[n], x.k[n]
+        if slot.norm and not inside:
+            # A distance's own numbers; those that came join them.
+            norms = _norms(k, col, None, (k.shape[0], k.shape[1], k.shape[2]))
+            col = norms if not col.numel() else add(norms, col)
+        if slot.norm and slot.link:
+            row = _norms(x.q[n], x.scale[n], slot, static.shape)
+        cols.append(col)
+        rows.append(row)
+    columns = cols[0]
+    if len(cols) == 1 and columns.numel() and (INTERPRETED or x.v.dtype == torch.bfloat16):
+        # float16 ends too early for them, and float32 has no fast product.
+        columns = _columns(columns, x.v.dtype)
+    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """Two numbers per key with their own head counts."""
+    heads = max(a.shape[1], b.shape[1])
+    return repeat(a, a.shape[0], heads) + repeat(b, b.shape[0], heads)
+
+
+_helpers: dict[tuple[Any, ...], Launch] = {}
+
+
+def _helper(
+    name: str, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
+    numbers: tuple[int | float, ...],
+) -> None:  # fmt: skip
+    """Start one of the small kernels."""
+    from . import triton_backward, triton_kernels
+
+    kinds = (x.dtype for x in tensors)
+    key = (name, grid, *constants.values(), *kinds, *numbers)
+    found = _helpers.get(key)
+    if found is None:
+        if len(_helpers) > 4096:
+            _helpers.clear()
+        home = triton_backward if name == "delta" else triton_kernels
+        found = _helpers[key] = Launch(getattr(home, name), grid, constants, {})
+    found(tensors, numbers)
+
+
+def _norms(x: Tensor, scale: Tensor, slot: Slot | None, shape: tuple[int, int, int]) -> Tensor:
+    """-scale |x|^2 / 2, of shape; without a slot the scale is 1."""
+    out = x.new_empty(shape, dtype=torch.float32)
+    width = x.shape[-1]
+    mode, number = (0, 1.0) if slot is None else (slot.mode, slot.number)
+    _helper(
+        "half_norms", (-(-shape[2] // 64), shape[0] * shape[1], 1),
+        {"WIDTH": room(width), "MODE": mode, "BM": 64}, (x, scale, out),
+        (number, 0 if scale.numel() == 1 else 1, shape[1], shape[2], width, *_strides(x, shape[0])),
+    )  # fmt: skip
+    return out
+
+
+def _columns(col: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers per key as columns whose sum they are, [B, H, K, 16]."""
+    col = col.contiguous()
+    out = col.new_empty(*col.shape, 16, dtype=dtype)
+    count = col.numel()
+    _helper("split_columns", (-(-count // 256), 1, 1), {"BM": 256}, (col, out), (count,))
+    return out
+
+
+# (BM, BN, warps, stages) by kernel, width and what the weights need, measured on an H200. With two
+# stages, ptxas 12.8 fails on the pass over queries.
+SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
+    ("forward", 64, "plain"): (64, 128, 4, 3),
+    ("forward", 64, "keyed"): (64, 64, 4, 3),
+    ("forward", 64, "link"): (64, 64, 4, 3),
+    ("forward", 128, "plain"): (128, 128, 8, 3),
+    ("forward", 128, "keyed"): (64, 64, 4, 3),
+    ("forward", 128, "parts"): (128, 64, 8, 3),
+    ("forward", 128, "link"): (128, 64, 8, 3),
+    ("forward", 256, "plain"): (128, 64, 8, 3),
+    ("forward", 256, "link"): (64, 32, 8, 3),
+    ("forward", 512, "plain"): (64, 32, 8, 2),
+    ("forward", 512, "link"): (32, 32, 8, 1),
+    ("keys", 64, "link"): (64, 64, 4, 3),
+    ("keys", 128, "plain"): (32, 64, 4, 3),
+    ("keys", 128, "keyed"): (64, 64, 4, 2),
+    ("keys", 128, "parts"): (64, 64, 4, 2),
+    ("keys", 128, "table"): (64, 64, 4, 2),
+    ("keys", 128, "link"): (32, 64, 4, 3),
+    ("keys", 256, "plain"): (32, 64, 8, 2),
+    ("keys", 256, "link"): (32, 32, 8, 1),
+    ("keys", 512, "plain"): (32, 32, 8, 1),
+    ("keys", 512, "link"): (16, 32, 8, 1),
+    ("queries", 64, "link"): (64, 64, 4, 3),
+    ("queries", 128, "plain"): (128, 64, 8, 3),
+    ("queries", 128, "parts"): (64, 64, 4, 3),
+    ("queries", 128, "table"): (64, 32, 4, 3),
+    ("queries", 128, "link"): (128, 64, 8, 3),
+    ("queries", 256, "plain"): (64, 32, 8, 3),
+    ("queries", 256, "link"): (32, 32, 8, 1),
+    ("queries", 512, "plain"): (32, 32, 8, 1),
+    ("queries", 512, "link"): (32, 16, 8, 1),
+}
+# Where numbers per key are columns of a product; elsewhere they are added to it.
+SPREADS = {("forward", 64), ("queries", 64), ("queries", 128)}
+# What needs more is tried in this order.
+FALLBACKS = {"keyed": ("plain", "link"), "parts": ("plain", "link"), "table": ("link",)}
+SPLIT = (16, 64, 4, 3)
+
+
+def _bucket(p: Plan) -> int:
+    """The width that decides on block sizes."""
+    c = p.constants
+    width: int = max(c["E0"] + c["E1"], c["V"])
+    # float32 operands take twice the room.
+    width *= 2 if p.dtype == torch.float32 else 1
+    return next(size for size in (64, 128, 256, 512, width) if width <= size)
+
+
+def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
+    """Block sizes, warps and stages for a kernel."""
+    c = p.constants
+    linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
+    needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
+    if needs == "plain" and c["HAS_COL0"]:
+        needs = "keyed"
+    bucket = _bucket(p)
+    for name in (needs, *FALLBACKS.get(needs, ("link",))):
+        if (kind, bucket, name) in SIZES:
+            return SIZES[kind, bucket, name]
+    return 16, 16, 4, 1
+
+
+def _launch(p: Plan, kind: str, parts: int, inside: bool, grad_copies: bool, low: bool) -> Launch:
+    """The kernel of this kind for the plan."""
+    key = (kind, parts, inside, grad_copies, low)
+    found = p.launches.get(key)
+    if found is not None:
+        return found
+    from . import triton_backward, triton_kernels
+
+    bm, bn, warps, stages = SPLIT if parts > 1 else _sizes(kind, p)
+    slots = p.static.slots
+    two = len(slots) == 2
+    q0, q1, k0, k1, v = p.aligned
+    spread = p.spread and (kind, _bucket(p)) in SPREADS
+    flags: dict[str, Any] = {"BM": bm, "BN": bn}
+    if kind == "forward":
+        kernel: Any = triton_kernels.forward
+        flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "INSIDE": inside, "SPREAD": spread}
+    else:
+        kernel = triton_backward.backward_keys
+        flags |= {
+            "NORM0": slots[0].norm, "NORM1": two and slots[-1].norm,
+            "WANT0": slots[0].wants, "WANT1": two and slots[-1].wants,
+            "SAVE_COL0": slots[0].saves, "SAVE_COL1": two and slots[-1].saves,
+        }  # fmt: skip
+        if kind == "queries":
+            kernel = triton_backward.backward_queries
+            flags["SPREAD"] = spread
+    if kind == "keys":
+        flags["TMA"] = q0 and grad_copies and (q1 or not two)
+    else:
+        flags["TMA"] = k0 and v and (k1 or not (two or spread))
+    # Beside a table by pointers the copy engine's barriers cost more than they save.
+    flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or _bucket(p) > 64)
+    constants = p.constants | flags
+    # The copy engine fills up what lies beyond the width.
+    constants["EVEN"] = constants["EVEN"] or flags["TMA"]
+    batch, heads, num_queries = p.static.shape
+    blocks = -(-p.num_keys // bn) if kind == "keys" else -(-num_queries // bm)
+    options = {"num_warps": warps, "num_stages": stages}
+    found = p.launches[key] = Launch(kernel, (blocks, batch * heads, parts), constants, options)
+    return found
+
+
+def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
+    """What all kernels take first; blocks that a loop reads are described for the copy engine."""
+    k1 = ready.columns if p.spread else x.k[-1]
+    tensors: list[Any] = [
+        x.q[0], x.k[0], x.q[-1], k1, x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
+        ready.col0, ready.col1, x.v if x.table is None else x.table,
+        x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids,
+    ]  # fmt: skip
+    c = launch.constants
+    if c["TMA"]:
+        rows = c["BM"] if kind == "keys" else c["BN"]
+        first, second = (0, 2) if kind == "keys" else (1, 3)
+        tensors[first] = describe(tensors[first], rows, c["E0"])
+        if c["E1"] or c.get("SPREAD"):
+            tensors[second] = describe(tensors[second], rows, c["E1"] or 16)
+        if kind != "keys":
+            tensors[4] = describe(tensors[4], rows, c["V"])
+    return tensors
+
+
+def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
+    """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
+    x = x.readable()
+    v = x.v
+    batch, heads, num_queries = static.shape
+    parts = _splits(x, static)
+    first = static.slots[0]
+    inside = parts > 1 and len(x.q) == 1 and first.norm and not (first.link or x.col[0].numel())
+    ready = prepare(x, static, inside)
+    p = plan(x, static, ready)
+    out = v.new_empty(*static.shape, v.shape[-1])
+    lse = v.new_empty(static.shape, dtype=torch.float32)
+    low = torch.empty_like(out) if keeps_low(static, x.table, v) else lse.new_empty(0)
+    launch = _launch(p, "forward", parts, inside, False, low.numel() > 0)
+    targets = (out, low, lse)
+    if parts > 1:
+        targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
+    launch((*_tensors(x, ready, p, launch, "forward"), *targets), p.numbers(x.seed))
+    if parts > 1:
+        rows = batch * heads * num_queries
+        _helper(
+            "merge", (-(-rows // 4), 1, 1), {"SPLITS": parts, "V": p.constants["V"], "BM": 4},
+            (targets[0], targets[2], out, lse), (rows, v.shape[-1]),
+        )  # fmt: skip
+    return out, lse, low, ready
+
+
+def keeps_low(static: Static, table: Tensor | None, v: Tensor) -> bool:
+    """Whether to keep what rounding takes from the output."""
+    half = v.dtype.itemsize == 2
+    return half and (static.precise or (static.trains and table is not None))
+
+
+def _splits(x: Inputs, static: Static) -> int:
+    """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
+    batch, heads, num_queries = static.shape
+    if num_queries > SPLIT[0] or static.trains or x.table is not None:
+        return 1
+    wanted = 4 * processors(x.v.device) // (batch * heads)
+    most = min(x.v.shape[2] // 512, wanted, 64)
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
+    static: Static, ready: Numbers | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of q, k, v, scale, row, col and the table, in this order."""
+    x = given.readable()
+    v = x.v
+    if ready is None:
+        ready = prepare(x, static)
+    p = plan(x, static, ready)
+    numbers = p.numbers(x.seed)
+    (batch, heads, num_queries), num_keys = static.shape, p.num_keys
+    grad_out, grad_lse = grad_out.contiguous(), grad_lse.contiguous()
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    rows, width = batch * heads * num_queries, v.shape[-1]
+    _helper(
+        "delta", (-(-rows // 64), 1, 1),
+        {"V": p.constants["V"], "BM": 64, "HAS_LOW": low.numel() > 0},
+        (out, low, grad_out, lse, grad_lse, delta, lse2), (rows, width),
+    )  # fmt: skip
+    slots = static.slots
+    none = lse.new_empty(0)
+    dq = [y.new_empty(batch, heads, num_queries, y.shape[-1]) for y in x.q]
+    dk = [y.new_empty(batch, heads, num_keys, y.shape[-1]) for y in x.k]
+    dv = v.new_empty(batch, heads, num_keys, width)
+    ds = [
+        lse.new_empty(batch, heads, num_queries + num_keys) if slot.wants else none
+        for slot in slots
+    ]
+    drow = [torch.empty_like(y) for y in x.row]
+    dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
+    dtable = [] if x.table is None else [torch.zeros_like(x.table)]
+    launch = _launch(p, "keys", 1, False, copies(grad_out), False)
+    tma, c = launch.constants["TMA"], launch.constants
+    launch(
+        (*_tensors(x, ready, p, launch, "keys"),
+         describe(grad_out, c["BM"], c["V"]) if tma else grad_out,
+         lse2, delta, dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
+        numbers,
+    )  # fmt: skip
+    launch = _launch(p, "queries", 1, False, False, False)
+    launch(
+        (*_tensors(x, ready, p, launch, "queries"), grad_out, lse2, delta, grad_lse, dq[0], dq[-1],
+         ds[0], ds[-1], drow[0], drow[-1], dtable[0] if dtable else delta),
+        numbers,
+    )  # fmt: skip
+    dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
+    dk = [_reduced(y, to) for y, to in zip(dk, given.k, strict=True)]
+    dscale = [
+        _to_scale(y, to, num_queries) if y.numel() else torch.zeros_like(to)
+        for y, to in zip(ds, given.scale, strict=True)
+    ]
+    dcol = [
+        _reduced(y, to) if y.numel() else torch.zeros_like(to)
+        for y, to in zip(dcol, given.col, strict=True)
+    ]
+    return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *dtable]
+
+
+def _to_scale(sums: Tensor, given: Tensor, num_queries: int) -> Tensor:
+    """The gradient of a scale from what each query and each key adds to it."""
+    if given.dim() == 3:
+        return sums[..., :num_queries]
+    total = sums.sum((0, 2))
+    return total if given.numel() > 1 else total.sum(0, keepdim=True)
+
+
+def _reduced(grad: Tensor, given: Tensor) -> Tensor:
+    """Summed over the heads and sequences that read the same tensor."""
+    if given.shape[1] != grad.shape[1]:
+        grad = grad.unflatten(1, (given.shape[1], -1)).sum(2, dtype=torch.float32)
+    if given.shape[0] != grad.shape[0]:
+        grad = grad.sum(0, keepdim=True, dtype=torch.float32)
+    return grad.to(given.dtype)
