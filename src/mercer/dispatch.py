@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from .backends import Task, chunked, linear, sdpa, triton
+from .backends import Task, chunked, flex, linear, sdpa, triton
 from .term import Smoothed, mix
 
 
@@ -23,7 +23,7 @@ class Backend(Protocol):
 
 # In the order in which "auto" tries them; the reference comes last and takes everything.
 BACKENDS: dict[str, Backend] = {
-    b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear))
+    b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear, flex))
 }
 NAMES = ("auto", "reference", *BACKENDS)
 # These keep NaN to the rows that see it by themselves; the others are given cleaned inputs.
