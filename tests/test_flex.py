@@ -41,6 +41,11 @@ def device():
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch):
     monkeypatch.setattr(flex, "COMPILER", "inductor" if GPU else "aot_eager")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing compiled before."""
     monkeypatch.setattr(flex, "_structures", {})
 
 
@@ -191,6 +196,7 @@ def test_gradients_that_torch_does_not_have(device):
     assert "same bits" in refusal(mc.Exponential(), device, grad=True)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_other_lengths_do_not_compile_again(device):
     for length in range(20, 120, 5):
         q = random(2, 2, length, 16, device=device)
@@ -200,6 +206,7 @@ def test_other_lengths_do_not_compile_again(device):
     assert len(entries(only.function._torchdynamo_orig_callable)) <= 3
 
 
+@pytest.mark.usefixtures("fresh")
 def test_past_the_limit_it_raises_and_then_refuses(device, monkeypatch):
     monkeypatch.setattr(flex, "VARIANTS", 2)
 
@@ -209,7 +216,7 @@ def test_past_the_limit_it_raises_and_then_refuses(device, monkeypatch):
             mc.smooth(mc.Exponential(), q, q, q, filter=mc.Causal(), backend="flex")
 
     run((2, 40))
-    with pytest.raises(RuntimeError, match="compiled 2 times.*name another backend"):
+    with pytest.raises(RuntimeError, match=r"compiled 2 times.*name another backend"):
         # other numbers of blocks, and a batch of one: each needs code of its own
         run((2, 50), (2, 300), (1, 40), (1, 300), (1, 1))
     q = random(3, 2, 777, 16, device=device)
@@ -223,29 +230,28 @@ def test_past_the_limit_it_raises_and_then_refuses(device, monkeypatch):
     mc.smooth(mc.Exponential(), q, q, q, filter=Odd(), backend="flex")
 
 
+@pytest.mark.usefixtures("fresh")
 def test_it_never_runs_uncompiled(device):
     q = random(1, 2, 40, 16, device=device)
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="all pairs"):
         mc.smooth(mc.Exponential(), q, q, q, filter=mc.Causal(), backend="flex")
 
 
-def test_inside_torch_compile_it_refuses(device):
-    q = random(1, 2, 40, 16, device=device)
-
-    @torch.compile(backend="eager")
-    def run(q):
-        return mc.smooth(mc.Exponential(), q, q, q, filter=Odd())
-
-    assert (run(q) - mc.smooth(mc.Exponential(), q, q, q, filter=Odd())).abs().max() < 1e-5
-    assert not any("Odd" in repr(key) for key in flex._structures) or GPU
+def test_inside_torch_compile_it_refuses(device, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert "inside torch.compile" in refusal(mc.Exponential(), device)
 
 
 def test_auto_takes_it_on_a_gpu_for_filters_that_others_refuse(device):
-    q = random(1, 2, 40, 16, device=device)
-    for filter in (Odd(), MANY):
-        said = mc.explain(mc.Laplace(4.0).to(device), q, q, q, filter=filter)
-        assert said.backend == ("flex" if device == "cuda" and flex.INSTALLED else "chunked")
-    assert mc.explain(mc.Exponential(), q, q, q, filter=mc.Causal()).backend == "sdpa"
+    q = random(1, 2, 2048, 16, device=device)
+    with torch.no_grad():
+        for filter in (Odd(), MANY):
+            said = mc.explain(mc.Laplace(4.0).to(device), q, q, q, filter=filter)
+            assert said.backend == ("flex" if GPU else "chunked")
+        assert mc.explain(mc.Exponential(), q, q, q, filter=mc.Causal()).backend == "sdpa"
+    # its numbers per key and query need gradients here
+    said = mc.explain(mc.Laplace(4.0).to(device), q, q, q, filter=Odd())
+    assert said.backend == "chunked"
 
 
 def test_memory_is_linear_in_the_length(device):
@@ -271,6 +277,7 @@ def test_the_block_mask_of_a_long_filter_is_kept(device):
     not GPU and not torch.cpu._is_avx2_supported(),
     reason="torch generates this code for CUDA, and on CPU with AVX2",
 )
+@pytest.mark.usefixtures("fresh")
 def test_the_generated_code(device, monkeypatch):
     monkeypatch.setattr(flex, "COMPILER", "inductor")
     compare(mc.RBF(), Odd(), Shape(queries=40, keys=60), device)
