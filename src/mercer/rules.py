@@ -117,7 +117,7 @@ def describe(tasks: tuple[Task, ...]) -> Call:
         log_mass=task.log_mass,
         queries=task.num_queries,
         keys=task.num_keys,
-        features=max((f.q.shape[-1] for task in tasks for f in task.term.factors), default=0),
+        features=max([0, *(f.q.shape[-1] for task in tasks for f in task.term.factors)]),
         values=task.v.shape[-1],
         mask=sdpa.mask_elements(task),
     )
