@@ -318,13 +318,16 @@ def test_tune_finds_the_fastest(tmp_path):
     assert done.exit_code == 0, done.output
     assert "The fastest backends" in done.output
     saved = json.loads((tmp_path / "rules.json").read_text())
-    rbf, lookup = saved["rules"]
-    assert (rbf["kind"], rbf["shape"]) == ("number per key", "1x2x64x16")
+    rbf, lookup = saved["fastest"]
+    assert (rbf["kind"], rbf["shape"]) == ("keyed", "1x2x64x16")
     times = rbf["milliseconds"]
     assert {"sdpa", "chunked"} <= set(times)
     assert rbf["fastest"] == min(times, key=times.get)
     assert lookup["problems"]["sdpa"].startswith("refuses")
-    assert "| number per key | rbf |" in (tmp_path / "rules.md").read_text()
+    (first, second) = saved["rules"]["cpu"]
+    assert (first["kind"], second["kind"]) == ("keyed", "table")
+    assert first["backends"][0] == rbf["fastest"]
+    assert "| keyed | rbf |" in (tmp_path / "rules.md").read_text()
 
 
 def test_tune_takes_one_kernel_of_each_kind():

@@ -17,6 +17,7 @@ ORDER = [
     ("term", "filters"),
     ("links", "features"),
     ("kernels", "backends"),
+    ("rules",),
     ("dispatch",),
     ("problem",),
     ("smoother",),

@@ -128,7 +128,14 @@ def run_bench(
         bool, typer.Option("--decode", help="One query against T keys, forward only.")
     ] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Find the fastest backend of each kind of kernel.")
+        bool,
+        typer.Option(
+            "--tune",
+            help="Find the fastest backend of each kind of kernel, as entries of rules.json.",
+        ),
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Put them into rules.json, which auto follows.")
     ] = False,
     repeats: Annotated[
         int | None, typer.Option(help="Timed runs of a row; about a second of them unless given.")
@@ -149,7 +156,7 @@ def run_bench(
         settings = bench.read(
             device=place, dtype=dtype, shapes=shapes, filter=filter, kernels=kernels,
             backends=backends, peers=peers, forward_only=forward_only, decode=decode, tune=tune,
-            repeats=repeats, save=save, output=output,
+            write=write, repeats=repeats, save=save, output=output,
         )  # fmt: skip
         code = bench.run(settings, Console(highlight=False))
     except ValueError as error:

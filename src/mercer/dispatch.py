@@ -1,11 +1,12 @@
-"""Which backend runs: the first that does not refuse, and why each other one did."""
+"""Which backend runs: the first of the fitting rule that does not refuse, and why others do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from .backends import Task, chunked, linear, sdpa, triton
+from . import rules
+from .backends import Task, chunked, flex, linear, sdpa, triton
 from .term import Smoothed, mix
 
 
@@ -21,15 +22,14 @@ class Backend(Protocol):
     def run(self, task: Task) -> Smoothed: ...
 
 
-# In the order in which "auto" tries them; the reference comes last and takes everything.
+# The order in which "auto" tries them is in rules.json; the reference takes everything.
 BACKENDS: dict[str, Backend] = {
-    b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear))
+    b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear, flex))
 }
 NAMES = ("auto", "reference", *BACKENDS)
 # These keep NaN to the rows that see it by themselves; the others are given cleaned inputs.
 HANDLES_NAN = (triton.name,)
-# Above this, a dense mask costs more than the blocks that chunked can skip.
-LARGE_MASK = 2**22
+RULES = rules.read(rules.PATH.read_text(encoding="utf-8"), BACKENDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,16 @@ class Choice:
 
     name: str
     because: str
+    rule: rules.Rule | None = None
+    family: str = ""
+
+    def __str__(self) -> str:
+        decided = f" [{self.family} rule: {self.rule.when}]" if self.rule is not None else ""
+        return self.because + decided
 
 
 def choose(tasks: tuple[Task, ...], backend: str) -> Choice:
-    """The named backend, or the first that takes all terms; a named one that cannot raises."""
+    """The named backend, or what the rules say; a named one that cannot run this raises."""
     if backend == "reference":
         return Choice(name="reference", because="you named it")
     if backend != "auto":
@@ -49,10 +55,25 @@ def choose(tasks: tuple[Task, ...], backend: str) -> Choice:
         if reason is not None:
             raise ValueError(f"backend {backend!r} cannot run this: {reason}")
         return Choice(name=backend, because="you named it")
-    for name, candidate in BACKENDS.items():
-        if _refusal(candidate, tasks) is None and _reluctance(name, tasks) is None:
-            return Choice(name=name, because="the first that does not refuse")
-    return Choice(name="reference", because="no other backend takes it")
+    return _by_rule(tasks) or Choice(name="reference", because="no other backend takes it")
+
+
+def _by_rule(tasks: tuple[Task, ...]) -> Choice | None:
+    """The first backend that takes all terms, of the first rule that fits and has one."""
+    if not tasks:
+        return None
+    call, family = rules.describe(tasks), rules.family(tasks[0].device)
+    refused: list[str] = []
+    for rule in RULES[family]:
+        if not rule.fits(call):
+            continue
+        for name in rule.backends:
+            if name in refused:
+                continue
+            if _refusal(BACKENDS[name], tasks) is None:
+                return Choice(name=name, because=rule.because, rule=rule, family=family)
+            refused.append(name)
+    return None
 
 
 def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
@@ -65,36 +86,21 @@ def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
     return None
 
 
-def _reluctance(name: str, tasks: tuple[Task, ...]) -> str | None:
-    """Why `auto` passes over a backend that could run."""
-    if name == "triton" and all(sdpa.takes_as_it_is(task) for task in tasks):
-        return "SDPA is faster where a term is its own form"
-    if name == "sdpa":
-        elements = max(sdpa.mask_elements(task) for task in tasks)
-        if elements > LARGE_MASK:
-            return f"it would need a dense mask of {elements:,} elements"
-    if name == "chunked" and all(_long_enough(task) for task in tasks):
-        return "at this length, linear time wins"
-    return None
-
-
-def _long_enough(task: Task) -> bool:
-    """Where `linear` overtakes `chunked` on a CPU: from 0.6 D V keys on."""
-    if linear.refuses(task) is not None:
-        return False
-    return task.num_keys >= 0.6 * task.term.factors[0].q.shape[-1] * task.v.shape[-1]
-
-
 def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:
     """Why each backend other than the chosen one does not run."""
     reasons = {}
     for name, backend in BACKENDS.items():
         if name != chosen:
-            why = _refusal(backend, tasks) or _reluctance(name, tasks)
-            reasons[name] = why or "it could run; another comes first"
+            reasons[name] = _refusal(backend, tasks) or _passed_over(name, tasks)
     if chosen != "reference":
         reasons["reference"] = "it could run; it is dense and slow, for checking"
     return reasons
+
+
+def _passed_over(name: str, tasks: tuple[Task, ...]) -> str:
+    elements = sdpa.mask_elements(tasks[0]) if name == "sdpa" else 0
+    needs = f", with a dense mask of {elements:,} elements" if elements else ""
+    return f"it could run{needs}; another comes first"
 
 
 def run(tasks: tuple[Task, ...], name: str) -> Smoothed:

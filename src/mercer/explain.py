@@ -66,7 +66,7 @@ def explain(
         widths=tuple(width(task.term) for task in tasks),
         cancelled=tuple(what for task in tasks for what in _cancelled(task)),
         backend=choice.name,
-        because=choice.because,
+        because=str(choice),
         refusals=dispatch.refusals(tasks, choice.name),
         memory=_memory(problem, tasks, choice.name),
     )

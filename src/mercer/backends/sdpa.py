@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..filters import Causal, Full
+from ..filters import Causal, Filter, Full
 from ..term import Smoothed, Term, accumulator, as_column, join, repeat
 from . import Task
 
@@ -43,11 +43,6 @@ def refuses(task: Task) -> str | None:
     return None
 
 
-def takes_as_it_is(task: Task) -> bool:
-    """Whether neither a lift nor a dense mask is needed."""
-    return refuses(task) is None and _is_plain(task.term) and not mask_elements(task)
-
-
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: the lifted features and the mask, if any."""
     size = task.v.dtype.itemsize
@@ -59,12 +54,17 @@ def memory(task: Task) -> int:
 
 def mask_elements(task: Task) -> int:
     """How large a dense mask SDPA would need, 0 if none."""
-    simple = task.filter.simplify(task.num_queries, task.num_keys)
-    square = task.num_queries == task.num_keys
+    return mask_size(task.filter, task.num_queries, task.num_keys)
+
+
+def mask_size(filter: Filter, num_queries: int, num_keys: int) -> int:
+    """The same, of a filter at these lengths."""
+    simple = filter.simplify(num_queries, num_keys)
+    square = num_queries == num_keys
     if isinstance(simple, Full) or (isinstance(simple, Causal) and square):
         return 0
-    rows = 1 if simple.same_for_all else task.num_queries
-    return (simple.batch or 1) * rows * task.num_keys
+    rows = 1 if simple.same_for_all else num_queries
+    return (simple.batch or 1) * rows * num_keys
 
 
 def run(task: Task) -> Smoothed:

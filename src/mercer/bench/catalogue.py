@@ -28,7 +28,7 @@ from ..kernels import (
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel by name; `kind` says what a backend has to compute for it."""
+    """A kernel by name; `kind` says what a backend has to compute for it, as in rules.py."""
 
     kind: str
     build: Callable[[int, int], Kernel]  # from heads and features of a head
@@ -48,22 +48,20 @@ def _adaptive(heads: int, dim: int) -> Kernel:
 
 # Bandwidths are near sqrt(D), where normal features lie about sqrt(2 D) apart.
 KERNELS: dict[str, Entry] = {
-    "softmax": Entry("dot product", lambda h, d: Exponential()),
-    "cosine": Entry("dot product", lambda h, d: Cosine()),
-    "rbf": Entry("number per key", lambda h, d: RBF(d**0.5, heads=h)),
-    "alibi": Entry("number per key", lambda h, d: Exponential() * ALiBi(ALiBi.standard(h))),
-    "adaptive": Entry("number per query and key", _adaptive),
-    "product": Entry("wider dot product", lambda h, d: Exponential() * Exponential(on="position")),
-    "relative-sinusoid": Entry(
-        "wider dot product", lambda h, d: Exponential() * RelativeSinusoid()
-    ),
-    "lookup": Entry("table per query", lambda h, d: Exponential() * Lookup(_normal(129, d))),
-    "buckets": Entry("table per head", lambda h, d: Exponential() * Buckets(_normal(32, h))),
+    "softmax": Entry("plain", lambda h, d: Exponential()),
+    "cosine": Entry("plain", lambda h, d: Cosine()),
+    "rbf": Entry("keyed", lambda h, d: RBF(d**0.5, heads=h)),
+    "alibi": Entry("keyed", lambda h, d: Exponential() * ALiBi(ALiBi.standard(h))),
+    "adaptive": Entry("adaptive", _adaptive),
+    "product": Entry("several", lambda h, d: Exponential() * Exponential(on="position")),
+    "relative-sinusoid": Entry("several", lambda h, d: Exponential() * RelativeSinusoid()),
+    "lookup": Entry("table", lambda h, d: Exponential() * Lookup(_normal(129, d))),
+    "buckets": Entry("table", lambda h, d: Exponential() * Buckets(_normal(32, h))),
     "polynomial": Entry("power", lambda h, d: Polynomial(2)),
     "rational": Entry("link", lambda h, d: RationalQuadratic(d**0.5, heads=h)),
     "laplace": Entry("link", lambda h, d: Laplace(d**0.5, heads=h)),
     "matern": Entry("link", lambda h, d: Matern(1.5, d**0.5, heads=h)),
-    "sum": Entry("sum", lambda h, d: RBF(d**0.5, heads=h) + Exponential()),
+    "sum": Entry("mixed", lambda h, d: RBF(d**0.5, heads=h) + Exponential()),
 }
 
 # The least and the most numbers that each filter takes.

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..rules import Rule, family
 from .machine import describe, device_name, slug
 from .measure import Row
 from .settings import Settings
-from .tune import Rule, as_markdown
+from .tune import Finding, as_markdown
 
 FOLDER = Path("results") / "bench"
 HEADER = ("", "forward ms", "forward+backward ms", "TFLOP/s", "memory MiB", "of SDPA's speed")
@@ -32,6 +33,7 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     complete: bool = False
+    findings: list[Finding] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,8 +74,16 @@ class Report:
             "convention": CONVENTION,
             "skipped": self.skipped,
             "rows": [asdict(row) for row in self.rows],
-            **({"rules": [asdict(rule) for rule in self.rules]} if settings.tune else {}),
+            **(self._tuned() if settings.tune else {}),
         }
+
+    def _tuned(self) -> dict[str, Any]:
+        entries = [
+            {**rule.conditions, "backends": rule.backends, "because": rule.because}
+            for rule in self.rules
+        ]
+        fastest = [asdict(finding) for finding in self.findings]
+        return {"fastest": fastest, "rules": {family(self.settings.device): entries}}
 
     def as_markdown(self) -> str:
         versions = self.machine["versions"]
@@ -92,8 +102,8 @@ class Report:
                 if row.shape == shape:
                     figures = (row.problem, "", "", "", "") if row.problem else cells(row)
                     lines.append(_cells((row.label, *(text or "" for text in figures))))
-        if self.rules:
-            lines += ["", "## The fastest backends", "", *as_markdown(self.rules)]
+        if self.findings:
+            lines += ["", "## The fastest backends", "", *as_markdown(self.findings)]
         lines += ["", CONVENTION]
         if self.skipped:
             reasons = "; ".join(f"{name} ({why})" for name, why in self.skipped.items())

@@ -6,11 +6,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .. import rules
 from .measure import Row, measure
 from .peers import SDPA, build
-from .report import Report, cells
+from .report import Report, cells, write
 from .settings import Settings
-from .tune import as_table, find_rules, tune
+from .tune import as_entries, as_rules, as_table, find, tune, updated
 
 INTERRUPTED = 130
 HEADER = ("forward ms", "fwd+bwd ms", "TFLOP/s", "MiB", "of SDPA")
@@ -38,8 +39,12 @@ def run(settings: Settings, console: Console) -> int:
     except KeyboardInterrupt:
         console.print(f"\ninterrupted: {len(report.rows)} rows kept")
     if settings.tune:
-        report.rules = find_rules(report.rows)
-        console.print("", as_table(report.rules))
+        report.findings = find(report.rows)
+        report.rules = as_rules(report.findings, settings)
+        console.print("", as_table(report.findings))
+        console.print(
+            "\nfor rules.json, " + escape(as_entries(report.rules, settings)), soft_wrap=True
+        )
     if settings.save and report.rows:
         for path in report.save():
             console.print(f"wrote {escape(str(path))}", soft_wrap=True)
@@ -48,7 +53,17 @@ def run(settings: Settings, console: Console) -> int:
     ours = [row for row in report.rows if row.ours]
     if all(row.problem for row in ours):
         raise ValueError(f"no kernel was timed: {ours[0].label} {ours[0].problem}")
+    if settings.write:
+        _write_rules(report, console)
     return 0
+
+
+def _write_rules(report: Report, console: Console) -> None:
+    try:
+        write(rules.PATH, updated(report.rules, report.settings))
+    except OSError as error:
+        raise ValueError(f"cannot write {rules.PATH}: {error.strerror or error}") from None
+    console.print(f"wrote {escape(str(rules.PATH))}", soft_wrap=True)
 
 
 def _skipped(settings: Settings) -> dict[str, str]:

@@ -42,6 +42,7 @@ class Settings:
     forward_only: bool
     decode: bool
     tune: bool
+    write: bool
     repeats: int | None
     save: bool
     output: Path | None
@@ -67,7 +68,8 @@ class Settings:
             words += ["--peers", _write(self.peers, PEERS)]
         if self.repeats is not None:
             words += ["--repeats", str(self.repeats)]
-        flags = {"--decode": self.decode, "--tune": self.tune, "--save": self.save}
+        flags = {"--decode": self.decode, "--tune": self.tune}
+        flags |= {"--write": self.write, "--save": self.save}
         # A step of decoding has no backward.
         flags["--forward-only"] = self.forward_only and not self.decode
         words += [flag for flag, given in flags.items() if given]
@@ -97,6 +99,7 @@ def read(
     forward_only: bool = False,
     decode: bool = False,
     tune: bool = False,
+    write: bool = False,
     repeats: int | None = None,
     save: bool = False,
     output: Path | None = None,
@@ -107,6 +110,8 @@ def read(
         dtype = "bfloat16" if kind == "cuda" else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but came as {dtype!r}")
+    if write and not tune:
+        raise ValueError("--write puts what --tune found into rules.json: it needs --tune")
     if repeats is not None and repeats < 1:
         raise ValueError(f"--repeats must be at least 1, but came as {repeats}")
     if output is not None and output.suffix in (".json", ".md"):
@@ -121,8 +126,8 @@ def read(
         device=device, dtype=dtype, shapes=shapes, filter=filter,
         kernels=_choose("--kernels", kernels, tuple(KERNELS)),
         backends=_choose("--backends", backends, NAMES), peers=names,
-        forward_only=forward_only or decode, decode=decode, tune=tune, repeats=repeats,
-        save=save or output is not None, output=output,
+        forward_only=forward_only or decode, decode=decode, tune=tune, write=write,
+        repeats=repeats, save=save or output is not None, output=output,
     )  # fmt: skip
 
 

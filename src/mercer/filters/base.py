@@ -14,6 +14,7 @@ from operator import and_, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import Spec
@@ -21,6 +22,8 @@ from ..spec import Spec
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+# The side of FlexAttention's blocks, and how many rows of them are looked at together.
+BLOCK, STRIPE = 128, 8
 Index = Any  # an int or a tensor of ints, broadcast against the others
 
 
@@ -128,11 +131,33 @@ class Filter(Spec):
     def block_mask(
         self, num_queries: int, num_keys: int, device: torch.device | str = "cpu"
     ) -> BlockMask:
-        """FlexAttention's block mask."""
-        from torch.nn.attention.flex_attention import create_block_mask
+        """FlexAttention's block mask, made from a few rows of blocks at a time."""
+        from torch.nn.attention.flex_attention import BlockMask
 
-        rule = self.mask_mod(num_queries, num_keys)
-        return create_block_mask(rule, self.batch, None, num_queries, num_keys, device=str(device))
+        start = num_keys - num_queries
+        b = torch.arange(self.batch or 1, device=device)[:, None, None, None]
+        j = torch.arange(num_keys, device=device)
+        stripes = []
+        for i in torch.arange(start, num_keys, device=device).split(STRIPE * BLOCK):
+            seen = torch.as_tensor(self.to(j.device).sees(b, i[:, None], j, start), device=device)
+            seen = seen.expand(self.batch or 1, 1, len(i), num_keys)
+            seen = F.pad(seen, (0, -num_keys % BLOCK, 0, -len(i) % BLOCK))
+            stripes.append(seen.unflatten(-1, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5)))
+        counts = torch.cat(stripes, 2)  # [B or 1, 1, blocks of queries, blocks of keys]
+        whole = counts == BLOCK**2
+        return BlockMask.from_kv_blocks(
+            *_listed((counts > 0) & ~whole),
+            *_listed(whole),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=self.mask_mod(num_queries, num_keys),
+            seq_lengths=(num_queries, num_keys),
+        )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries has, and which, these first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int(), order.int()
 
 
 @dataclass(frozen=True)

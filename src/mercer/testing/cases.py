@@ -65,9 +65,11 @@ def taking(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> list[str]:
-    """The backends that take the kernel, by asking them."""
+    """The backends that take the kernel and give its gradients, by asking them."""
     kernel = copy.deepcopy(kernel).to(device)
     q, k, v = inputs(kernel, shape, dim, dtype, device=device)
+    for x in (*q.tensors(), *k.tensors(), v):
+        x.requires_grad_()
     tasks = prepare(kernel, q, k, v, filter, 0.0, False, "auto").tasks()
     return [
         name
