@@ -375,3 +375,8 @@ def test_the_bench_needs_nothing_that_is_optional():
         "('triton', 'fla', 'pykeops', 'x_transformers', 'numpy')}); import mercer.bench"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_graphs_need_a_gpu():
+    with pytest.raises(ValueError, match="--graph replays CUDA graphs"):
+        bench.read(device=torch.device("cpu"), graph=True)

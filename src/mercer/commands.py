@@ -127,6 +127,12 @@ def run_bench(
     decode: Annotated[
         bool, typer.Option("--decode", help="One query against T keys, forward only.")
     ] = False,
+    graph: Annotated[
+        bool,
+        typer.Option(
+            "--graph", help="Time replays of CUDA graphs: without what a call costs the host."
+        ),
+    ] = False,
     tune: Annotated[
         bool,
         typer.Option(
@@ -155,8 +161,8 @@ def run_bench(
     try:
         settings = bench.read(
             device=place, dtype=dtype, shapes=shapes, filter=filter, kernels=kernels,
-            backends=backends, peers=peers, forward_only=forward_only, decode=decode, tune=tune,
-            write=write, repeats=repeats, save=save, output=output,
+            backends=backends, peers=peers, forward_only=forward_only, decode=decode, graph=graph,
+            tune=tune, write=write, repeats=repeats, save=save, output=output,
         )  # fmt: skip
         code = bench.run(settings, Console(highlight=False))
     except ValueError as error:

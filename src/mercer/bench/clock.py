@@ -20,10 +20,14 @@ class Clock:
 
     device: torch.device
     repeats: int | None = None
+    graph: bool = False  # time replays of a captured CUDA graph
 
     def median(self, run: Callable[[], object]) -> float:
         """Milliseconds."""
         seconds = self._warm(run)
+        if self.graph and self._cuda:
+            run = self._captured(run)
+            seconds = self._warm(run)
         repeats = self.repeats or max(FEWEST, min(MOST, int(TOTAL / max(seconds, 1e-9))))
         times = self._events(run, repeats) if self._cuda else self._wall(run, repeats)
         return statistics.median(times)
@@ -59,6 +63,19 @@ class Clock:
             calls += 1
             spent = time.perf_counter() - start
         return spent / calls
+
+    def _captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        """The launches of a call, to be replayed without what a call costs the host."""
+        with torch.cuda.device(self.device):
+            graph = torch.cuda.CUDAGraph()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                run()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                run()
+        return graph.replay
 
     def _events(self, run: Callable[[], object], repeats: int) -> list[float]:
         # Calls are queued one behind the other, so that what a call costs the host shows only

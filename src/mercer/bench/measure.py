@@ -134,7 +134,7 @@ def _measured(
         if wrong is not None:
             return replace(row, problem=wrong)
 
-    clock = Clock(workload.device, settings.repeats)
+    clock = Clock(workload.device, settings.repeats, settings.graph)
 
     def forward() -> None:
         with torch.no_grad():

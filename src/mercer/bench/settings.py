@@ -41,6 +41,7 @@ class Settings:
     peers: tuple[str, ...]
     forward_only: bool
     decode: bool
+    graph: bool
     tune: bool
     write: bool
     repeats: int | None
@@ -68,7 +69,7 @@ class Settings:
             words += ["--peers", _write(self.peers, PEERS)]
         if self.repeats is not None:
             words += ["--repeats", str(self.repeats)]
-        flags = {"--decode": self.decode, "--tune": self.tune}
+        flags = {"--decode": self.decode, "--graph": self.graph, "--tune": self.tune}
         flags |= {"--write": self.write, "--save": self.save}
         # A step of decoding has no backward.
         flags["--forward-only"] = self.forward_only and not self.decode
@@ -81,7 +82,7 @@ class Settings:
     @property
     def suffix(self) -> str:
         """What sets the files of this run apart from those of a plain one."""
-        parts = [name for name in ("tune", "decode") if getattr(self, name)]
+        parts = [name for name in ("tune", "decode", "graph") if getattr(self, name)]
         parts += ["forward"] if self.forward_only and not self.decode else []
         parts += [self.filter.replace(":", "-")] if self.filter != "causal" else []
         return "".join(f"-{part}" for part in parts)
@@ -98,6 +99,7 @@ def read(
     peers: str = "all",
     forward_only: bool = False,
     decode: bool = False,
+    graph: bool = False,
     tune: bool = False,
     write: bool = False,
     repeats: int | None = None,
@@ -112,6 +114,8 @@ def read(
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but came as {dtype!r}")
     if write and not tune:
         raise ValueError("--write puts what --tune found into rules.json: it needs --tune")
+    if graph and kind == "cpu":
+        raise ValueError("--graph replays CUDA graphs: it needs a CUDA device")
     if repeats is not None and repeats < 1:
         raise ValueError(f"--repeats must be at least 1, but came as {repeats}")
     if output is not None and output.suffix in (".json", ".md"):
@@ -126,7 +130,7 @@ def read(
         device=device, dtype=dtype, shapes=shapes, filter=filter,
         kernels=_choose("--kernels", kernels, tuple(KERNELS)),
         backends=_choose("--backends", backends, NAMES), peers=names,
-        forward_only=forward_only or decode, decode=decode, tune=tune, write=write,
+        forward_only=forward_only or decode, decode=decode, graph=graph, tune=tune, write=write,
         repeats=repeats, save=save or output is not None, output=output,
     )  # fmt: skip
 
