@@ -26,8 +26,6 @@ BACKENDS: dict[str, Backend] = {
     b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear))
 }
 NAMES = ("auto", "reference", *BACKENDS)
-# These keep NaN to the rows that see it by themselves; the others are given cleaned inputs.
-HANDLES_NAN = (triton.name,)
 # Above this, a dense mask costs more than the blocks that chunked can skip.
 LARGE_MASK = 2**22
 
@@ -83,6 +81,11 @@ def _long_enough(task: Task) -> bool:
     if linear.refuses(task) is not None:
         return False
     return task.num_keys >= 0.6 * task.term.factors[0].q.shape[-1] * task.v.shape[-1]
+
+
+def handles_nan(tasks: tuple[Task, ...], name: str) -> bool:
+    """Whether it keeps NaN to the rows that see it by itself; if not, it gets cleaned inputs."""
+    return name == triton.name or (name == linear.name and all(map(linear.fused, tasks)))
 
 
 def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:
