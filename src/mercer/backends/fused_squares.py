@@ -50,6 +50,10 @@ SIZES: dict[tuple[str, int, bool], tuple[int, int, int, int]] = {
 }
 
 
+# Whether two features are read at once, in one wider matrix product.
+PAIR = {64: True, 128: False}
+
+
 def runs(device: torch.device, dtype: torch.dtype, dim: int, values: int) -> bool:
     """Whether these kernels are there for such tensors."""
     there = INSTALLED and (device.type == "cuda" or INTERPRETED)
@@ -178,7 +182,7 @@ class Plan:
             own = {"G": min(first, half), "BT": min(second, self.chunk)}
         else:
             rows = min(first, self.chunk)
-            own = {"BM": rows, "BN": min(second, rows), "STAGES": stages}
+            own = {"BM": rows, "BN": min(second, rows), "PAIR": PAIR[bucket], "STAGES": stages}
         return own | {"num_warps": warps, "num_stages": stages}
 
     def shape(self) -> dict[str, Any]:
@@ -211,23 +215,23 @@ class _Copies:
         self.size = q.new_empty(plan.batch, plan.heads, tq, dtype=torch.float32)
         self.q, _ = self._copy(q, tq, offset, plan.dim, None, queries=True)
         self.k, self.bad_k = self._copy(k, tk, 0, plan.dim, lengths)
-        self.v, self.bad_v = self._copy(v, tk, 0, plan.wide, lengths, columns=False)
+        self.v, self.bad_v = self._copy(v, tk, 0, plan.wide, lengths)
 
     def _copy(
         self, x: Tensor, padded: int, offset: int, width: int, lengths: Tensor | None, *,
-        queries: bool = False, columns: bool = True,
+        queries: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from . import triton_squares
 
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows = self.plan.batch * x.shape[1]
         size = min(64, self.plan.chunk)
-        copy = x.new_empty(rows, padded, width)
+        copy = x.new_empty(rows, width, padded)
         bad = x.new_empty(rows, padded // size, dtype=torch.int32)
         triton_squares.prepare[(padded // size, rows)](
             x, copy, self.size, bad, bad if lengths is None else lengths, *_strides(x), x.shape[1],
             x.shape[2], offset, x.shape[3], padded, W=width, BT=size, QUERIES=queries,
-            COLUMNS=columns, LIMITED=lengths is not None,
+            LIMITED=lengths is not None,
         )  # fmt: skip
         return copy, bad if queries else bad.amin(-1)
 
@@ -303,7 +307,7 @@ class _States:
 
         plan = self.plan
         size = min(plan.dim // 2, max(1, 1024 // plan.wide))
-        triton_squares.scan[(plan.width, plan.dim // size, self.count)](
+        triton_squares.scan[(_round(plan.width, 2), plan.dim // size, self.count)](
             self.sums, self.masses, self.means, self.traces, self.states, self.z, self.mu, chunks,
             *there, *keep, plan.width, **plan.shape(), MIRROR=mirror, REVERSE=reverse,
             TOTAL=not plan.causal, CENTRED=centred, BB=size, num_warps=4,
@@ -377,7 +381,7 @@ def smooth_squares_backward(
     grad_log, out, mass = grad_log.contiguous(), out.contiguous(), mass.contiguous()
     tq, offset, size = plan.padded_queries, plan.start - plan.origin, min(64, plan.chunk)
     rows = (plan.batch * plan.heads, tq)
-    g = v.new_empty(*rows, plan.wide)
+    g = v.new_empty(rows[0], plan.wide, tq)
     shift, rate, exact = (v.new_empty(rows, dtype=torch.float32) for _ in range(3))
     triton_squares.prepare_backward[(tq // size, rows[0])](
         grad, out, grad_log, mass, g, shift, rate, *_strides(grad), plan.heads, plan.num_queries,

@@ -11,6 +11,9 @@ Operands are bfloat16, TF32 (for float16, whose range is too small for squares) 
 mean value of the keys that it sums, weighted by |k|^2; z stays in float32. S is symmetric in a and b:
 it is built, and read for values, without the pairs of a late a with an early b.
 
+The weights formed come first, then the states: accumulators of matrix products that something else
+wrote before would make the compiler wait for each product.
+
 Letters: l counts the key heads at hand, n chunks, t places of the padded copies that `prepare`
 makes, in which what is padded, hidden or not finite is zero.
 """
@@ -67,10 +70,9 @@ def _exact(a, b, KIND: tl.constexpr):
 @triton.jit
 def prepare(
     X, COPY, SIZE, BAD, LENGTHS, sb, sh, st, heads, length, offset, width, padded,
-    W: tl.constexpr, BT: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr,
-    LIMITED: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, QUERIES: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """A padded copy, finite, transposed if COLUMNS; queries are divided by a size of their own.
+    """A padded copy [W, T], finite; queries are divided by a size of their own.
 
     SIZE is NaN for a query that is not finite; BAD is the first place of a block that is not.
     """
@@ -97,12 +99,8 @@ def prepare(
     else:
         first = tl.min(tl.where(bad, i, NOWHERE), 0)
         tl.store(BAD + bh * tl.num_programs(0) + tl.program_id(0), first)
-    if COLUMNS:
-        pointers = COPY + base + e[:, None].to(tl.int64) * padded + t[None, :]
-        tl.store(pointers, tl.trans(x).to(COPY.dtype.element_ty))
-    else:
-        pointers = COPY + base + t[:, None].to(tl.int64) * W + e[None, :]
-        tl.store(pointers, x.to(COPY.dtype.element_ty))
+    pointers = COPY + base + e[:, None].to(tl.int64) * padded + t[None, :]
+    tl.store(pointers, tl.trans(x).to(COPY.dtype.element_ty))
 
 
 @triton.jit
@@ -110,7 +108,7 @@ def prepare_backward(
     GRAD, OUT, GRAD_LOG, MASS, COPY, SHIFT, RATE, sb, sh, st, heads, length, offset, width, padded,
     W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """A padded copy of dO, rate = 1 / m, and shift = dlog m - <dO, out>; zero for rows without m."""
+    """A padded copy of dO, [W, T], rate = 1 / m, and shift = dlog m - <dO, out>; zero for rows without m."""
     bh = tl.program_id(1)
     b, h = (bh // heads).to(tl.int64), bh % heads
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -130,58 +128,37 @@ def prepare_backward(
     place = bh.to(tl.int64) * padded + t
     tl.store(SHIFT + place, shift)
     tl.store(RATE + place, tl.where(alive, 1.0 / tl.where(alive, mass, 1.0), 0.0))
-    tl.store(COPY + place[:, None] * W + e[None, :], g)
+    base = COPY + bh.to(tl.int64) * padded * W
+    tl.store(base + e[:, None].to(tl.int64) * padded + t[None, :], tl.trans(g))
 
 
 @triton.jit
 def _build(
-    xt, y, rate, sums, a, start, stop, tx, group, x_head, y_head,
+    xt, yt, rate, sums, a, start, stop, tx, group, x_head, y_head,
     D: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, RATED: tl.constexpr, G: tl.constexpr,
     KIND: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """sum_t x_ta x_tb y_t for G features from a on, and for b from FIRST on; stored as [a, b, v]."""
-    WIDTH: tl.constexpr = D - FIRST
-    b = FIRST + tl.arange(0, WIDTH)
+    b = FIRST + tl.arange(0, D - FIRST)
     v = tl.arange(0, V)
-    acc0 = tl.zeros((V, WIDTH), tl.float32)
-    acc1 = acc0
-    acc2 = acc0
-    acc3 = acc0
+    own = a + tl.arange(0, G)
+    acc = tl.zeros((G * V, D - FIRST), tl.float32)
     for g in range(group):
-        columns = xt + g * x_head
-        values = y + g * y_head
         for first in tl.range(start, stop, BT):
             t = first + tl.arange(0, BT)
-            yt = tl.trans(tl.load(values + t[:, None] * V + v[None, :]))
-            x = _wide(tl.trans(tl.load(columns + b[:, None] * tx + t[None, :])), KIND)
-            r = tl.load(rate + g * tx + t) if RATED else 1.0
-            acc0 = _more(_scaled(yt, columns + a * tx + t, r, KIND, RATED), x, acc0, KIND)
-            if G > 1:
-                acc1 = _more(_scaled(yt, columns + (a + 1) * tx + t, r, KIND, RATED), x, acc1, KIND)
-            if G > 2:
-                acc2 = _more(_scaled(yt, columns + (a + 2) * tx + t, r, KIND, RATED), x, acc2, KIND)
-                acc3 = _more(_scaled(yt, columns + (a + 3) * tx + t, r, KIND, RATED), x, acc3, KIND)
-    pointers = sums + a * (D * V) + b[None, :] * V + v[:, None]
-    tl.store(pointers, acc0)
-    if G > 1:
-        tl.store(pointers + D * V, acc1)
-    if G > 2:
-        tl.store(pointers + 2 * D * V, acc2)
-        tl.store(pointers + 3 * D * V, acc3)
-
-
-@triton.jit
-def _scaled(yt, column, r, KIND: tl.constexpr, RATED: tl.constexpr):
-    """y_t x_ta, an operand."""
-    x = tl.load(column)
-    if KIND == "bf16":
-        if RATED:
-            x = (x.to(tl.float32) * r).to(tl.bfloat16)
-        out = yt * x[None, :]
-    else:
-        x = x.to(tl.float32) * r
-        out = _operand(yt.to(tl.float32) * x[None, :], KIND)
-    return out
+            y = tl.load(yt + g * y_head + v[:, None] * tx + t[None, :])
+            x = _wide(tl.trans(tl.load(xt + g * x_head + b[:, None] * tx + t[None, :])), KIND)
+            xa = tl.load(xt + g * x_head + own[:, None] * tx + t[None, :])
+            if RATED:
+                xa = (xa.to(tl.float32) * tl.load(rate + g * tx + t)[None, :]).to(_wide(y, KIND).dtype)
+            if KIND == "bf16":
+                left = xa[:, None, :] * y[None, :, :]
+            else:
+                left = _operand(xa.to(tl.float32)[:, None, :] * y.to(tl.float32)[None, :, :], KIND)
+            acc = _more(tl.reshape(left, (G * V, BT)), x, acc, KIND)
+    r = tl.arange(0, G * V)
+    pointers = sums + (a + r // V)[:, None] * (D * V) + b[None, :] * V + (r % V)[:, None]
+    tl.store(pointers, acc, mask=(a + r // V)[:, None] < D)
 
 
 @triton.jit
@@ -205,8 +182,8 @@ def _build_mass(
             else:
                 left = _wide(x, KIND)
                 norm = tl.sum(x.to(tl.float32) * x.to(tl.float32), 0)
-                values = tl.load(y + g * y_head + t[:, None] * V + v[None, :]).to(tl.float32)
-                mean += tl.sum(norm[:, None] * values, 0)
+                values = tl.load(y + g * y_head + v[:, None] * tx + t[None, :]).to(tl.float32)
+                mean += tl.sum(norm[None, :] * values, 1)
                 trace += tl.sum(norm, 0)
             acc = _more(left, tl.trans(_wide(x, KIND)), acc, KIND)
     tl.store(masses + d[:, None] * D + d[None, :], acc)
@@ -311,42 +288,60 @@ def scan(
 
 
 @triton.jit
-def _values(acc, x, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
-            HALF: tl.constexpr, KIND: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """sum_ab x_a x_b S_ab, [T, V], for x [T, D] and S read without late a and early b."""
-    d = tl.arange(0, D)
-    v = tl.arange(0, V)
-    if HALF:
-        twice = x * tl.where(d < D // 2, 1.0, 2.0)[None, :].to(x.dtype)
-        for a in tl.range(0, tl.minimum(width, D // 2), num_stages=STAGES):
-            xa = tl.load(column + a * tx + t).to(tl.float32)
-            s = tl.load(state + a * (D * V) + d[:, None] * V + v[None, :])
-            acc += xa[:, None] * _dot(twice, s, KIND)
-        b = D // 2 + tl.arange(0, D // 2)
-        x = _wide(tl.trans(tl.load(column + b[:, None] * tx + t[None, :])), KIND)
-        for a in tl.range(D // 2, width, num_stages=STAGES):
-            xa = tl.load(column + a * tx + t).to(tl.float32)
-            s = tl.load(state + a * (D * V) + b[:, None] * V + v[None, :])
-            acc += xa[:, None] * _dot(x, s, KIND)
+def _halves(x, W: tl.constexpr):
+    """The first and the last W columns of [T, 2 W]."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, W)), (0, 2, 1)))
+
+
+@triton.jit
+def _read(acc, x, column, t, tx, state, start, stop, inner, outer, STRIDE: tl.constexpr,
+          K: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr,
+          STAGES: tl.constexpr):  # fmt: skip
+    """acc + sum_a x_a (x S_a), a from start to stop, for S_a [K, N] with strides inner and outer."""
+    k = tl.arange(0, K)
+    if PAIR:
+        n = tl.arange(0, 2 * N)
+        where = state + k[:, None] * inner + (n // N)[None, :] * STRIDE + (n % N)[None, :] * outer
+        for a in tl.range(start, stop, 2, num_stages=STAGES):
+            even = tl.load(column + a * tx + t).to(tl.float32)
+            odd = tl.load(column + (a + 1) * tx + t).to(tl.float32)
+            left, right = _halves(_dot(x, tl.load(where + a * STRIDE), KIND), N)
+            acc += even[:, None] * left + odd[:, None] * right
     else:
-        for a in tl.range(0, width, num_stages=STAGES):
+        n = tl.arange(0, N)
+        where = state + k[:, None] * inner + n[None, :] * outer
+        for a in tl.range(start, stop, num_stages=STAGES):
             xa = tl.load(column + a * tx + t).to(tl.float32)
-            s = tl.load(state + a * (D * V) + d[:, None] * V + v[None, :])
-            acc += xa[:, None] * _dot(x, s, KIND)
+            acc += xa[:, None] * _dot(x, tl.load(where + a * STRIDE), KIND)
+    return acc
+
+
+@triton.jit
+def _values(acc, x, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
+            HALF: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """sum_ab x_a x_b S_ab, [T, V], for x [T, D] and S read without late a and early b."""
+    if HALF:
+        d = tl.arange(0, D)
+        twice = x * tl.where(d < D // 2, 1.0, 2.0)[None, :].to(x.dtype)
+        acc = _read(
+            acc, twice, column, t, tx, state, 0, D // 2, V, 1, D * V, D, V, KIND, PAIR, STAGES
+        )
+        b = D // 2 + tl.arange(0, D // 2)
+        late = _wide(tl.trans(tl.load(column + b[:, None] * tx + t[None, :])), KIND)
+        acc = _read(
+            acc, late, column, t, tx, state + D // 2 * V, D // 2, width, V, 1, D * V, D // 2, V,
+            KIND, PAIR, STAGES,
+        )  # fmt: skip
+    else:
+        acc = _read(acc, x, column, t, tx, state, 0, width, V, 1, D * V, D, V, KIND, PAIR, STAGES)
     return acc
 
 
 @triton.jit
 def _slopes(acc, y, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
-            KIND: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+            KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """sum_a x_a <y, S_ab>, [T, D], for y [T, V]: half the slope of the sum above along y."""
-    d = tl.arange(0, D)
-    v = tl.arange(0, V)
-    for a in tl.range(0, width, num_stages=STAGES):
-        xa = tl.load(column + a * tx + t).to(tl.float32)
-        s = tl.load(state + a * (D * V) + d[None, :] * V + v[:, None])
-        acc += xa[:, None] * _dot(y, s, KIND)
-    return acc
+    return _read(acc, y, column, t, tx, state, 0, width, 1, V, D * V, V, D, KIND, PAIR, STAGES)
 
 
 @triton.jit
@@ -363,8 +358,8 @@ def _near(acc, mass, q, k, values, start, stop, place, tk, D: tl.constexpr, V: t
             s = tl.where(j[None, :] <= place[:, None], s, 0.0)
         w = s * s
         mass += tl.sum(w, 1)
-        x = _wide(tl.load(values + j[:, None] * V + v[None, :]), KIND)
-        acc = _more(_operand(w, KIND), x, acc, KIND)
+        x = _wide(tl.load(values + v[:, None] * tk + j[None, :]), KIND)
+        acc = _more(_operand(w, KIND), tl.trans(x), acc, KIND)
     return acc, mass
 
 
@@ -373,8 +368,8 @@ def forward(
     QT, SIZE, KT, VALUES, STATES, Z, MU, BAD_K, BAD_V, OUT, LOG, MASS, first_head, heads, k_heads,
     v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
     D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out, log_mass and the mass for queries divided by their sizes, of one block of queries."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -390,15 +385,6 @@ def forward(
     acc = tl.zeros((BM, V), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
     n = (origin + block * BM) // chunk
-    if FAR:
-        if not CAUSAL or n > 0:
-            slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
-            acc = _values(
-                acc, q, column, t, tq, STATES + slot * (D * D * V), width, D, V, HALF, KIND, STAGES
-            )
-            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
-            mass = tl.sum(_exact(q, z, KIND) * q.to(tl.float32), 1)
-            acc += mass[:, None] * tl.load(MU + slot * V + v)[None, :]
     place = origin + t
     if NEAR:
         k, values = KT + k_head * (tk * D), VALUES + v_head * (tk * V)
@@ -413,6 +399,16 @@ def forward(
             )
         else:
             acc, mass = _near(acc, mass, q, k, values, 0, tk, place, tk, D, V, False, KIND, BN)
+    if FAR:
+        if not CAUSAL or n > 0:
+            slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
+            acc = _values(
+                acc, q, column, t, tq, STATES + slot * (D * D * V), width, D, V, HALF, KIND, PAIR, STAGES
+            )
+            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
+            far = tl.sum(_exact(q, z, KIND) * q.to(tl.float32), 1)
+            acc += far[:, None] * tl.load(MU + slot * V + v)[None, :]
+            mass += far
     i = t - offset
     inside = (i >= 0) & (i < num_queries)
     size = tl.load(SIZE + bh.to(tl.int64) * tq + t)
@@ -446,8 +442,8 @@ def _near_queries(
         s = _dot(q, kt, KIND)
         if MASK:
             s = tl.where(j[None, :] <= place[:, None], s, 0.0)
-        x = _wide(tl.load(values + j[:, None] * V + v[None, :]), KIND)
-        dp = _dot(g, tl.trans(x), KIND) + shift[:, None]
+        x = _wide(tl.load(values + v[:, None] * tk + j[None, :]), KIND)
+        dp = _dot(g, x, KIND) + shift[:, None]
         acc = _more(_operand(s * dp, KIND), tl.trans(kt), acc, KIND)
         whole = _more(_operand(s, KIND), tl.trans(kt), whole, KIND)
     return acc, whole
@@ -458,8 +454,8 @@ def backward_queries(
     QT, SIZE, KT, VALUES, STATES, Z, MU, GRAD, GRAD_LOG, SHIFT, RATE, EXACT, DQ, first_head, heads,
     k_heads, v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
     D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries, and EXACT, the shift without the rounding of `out`.
 
@@ -477,21 +473,12 @@ def backward_queries(
     column = QT + bh.to(tl.int64) * (tq * D)
     row = bh.to(tl.int64) * tq + t
     q = _wide(tl.trans(tl.load(column + d[:, None] * tq + t[None, :])), KIND)
-    g = _wide(tl.load(GRAD + row[:, None] * V + v[None, :]), KIND)
+    grad = GRAD + bh.to(tl.int64) * (tq * V)
+    g = _wide(tl.trans(tl.load(grad + v[:, None] * tq + t[None, :])), KIND)
     shift = tl.load(SHIFT + row)
     acc = tl.zeros((BM, D), tl.float32)
     whole = tl.zeros((BM, D), tl.float32)
     n = (origin + block * BM) // chunk
-    if FAR:
-        if not CAUSAL or n > 0:
-            slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
-            acc = _slopes(
-                acc, g, column, t, tq, STATES + slot * (D * D * V), width, D, V, KIND, STAGES
-            )
-            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
-            whole = _exact(q, z, KIND)
-            mu = tl.load(MU + slot * V + v)
-            acc += (shift + tl.sum(g.to(tl.float32) * mu[None, :], 1))[:, None] * whole
     if NEAR:
         place = origin + t
         k, values = KT + k_head * (tk * D), VALUES + v_head * (tk * V)
@@ -509,6 +496,17 @@ def backward_queries(
             acc, whole = _near_queries(
                 acc, whole, q, g, shift, k, values, 0, tk, place, tk, D, V, False, KIND, BN
             )
+    if FAR:
+        if not CAUSAL or n > 0:
+            slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
+            acc = _slopes(
+                acc, g, column, t, tq, STATES + slot * (D * D * V), width, D, V, KIND, PAIR, STAGES
+            )
+            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
+            far = _exact(q, z, KIND)
+            mu = tl.load(MU + slot * V + v)
+            acc += (shift + tl.sum(g.to(tl.float32) * mu[None, :], 1))[:, None] * far
+            whole += far
     i = t - offset
     inside = (i >= 0) & (i < num_queries)
     line = bh.to(tl.int64) * num_queries + i
@@ -540,9 +538,9 @@ def _near_keys(
         if MASK:
             s = tl.where(place[:, None] <= origin + t[None, :], s, 0.0)
         r = tl.load(rate + t)
-        g = _wide(tl.load(grad + t[:, None] * V + v[None, :]), KIND)
-        dv = _more(_operand(s * s * r[None, :], KIND), g, dv, KIND)
-        dp = _dot(vx, tl.trans(g), KIND) + tl.load(shift + t)[None, :]
+        g = _wide(tl.load(grad + v[:, None] * tq + t[None, :]), KIND)
+        dv = _more(_operand(s * s * r[None, :], KIND), tl.trans(g), dv, KIND)
+        dp = _dot(vx, g, KIND) + tl.load(shift + t)[None, :]
         dk = _more(_operand(s * dp * r[None, :], KIND), tl.trans(qt), dk, KIND)
     return dk, dv
 
@@ -552,8 +550,8 @@ def backward_keys(
     QT, KT, VALUES, STATES, Z, GRAD, SHIFT, RATE, DK, DV, first_head, heads, k_heads, v_heads,
     group, tq, tk, chunk, origin, chunks, num_keys, width, width_v,
     D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys, from the states of the queries after it."""
     block = tl.program_id(0)
@@ -565,18 +563,11 @@ def backward_keys(
     place = block * BM + tl.arange(0, BM)
     column = KT + k_head * (tk * D)
     kx = _wide(tl.trans(tl.load(column + d[:, None] * tk + place[None, :])), KIND)
-    vx = _wide(tl.load(VALUES + (v_head * tk + place[:, None]) * V + v[None, :]), KIND)
+    values = VALUES + v_head * (tk * V)
+    vx = _wide(tl.trans(tl.load(values + v[:, None] * tk + place[None, :])), KIND)
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, V), tl.float32)
     n = block * BM // chunk
-    if FAR:
-        if not CAUSAL or n < chunks - 1:
-            slot = tl.program_id(1).to(tl.int64) * chunks + (n if CAUSAL else 0)
-            state = STATES + slot * (D * D * V)
-            dv = _values(dv, kx, column, place, tk, state, width, D, V, HALF, KIND, STAGES)
-            dk = _slopes(dk, vx, column, place, tk, state, width, D, V, KIND, STAGES)
-            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
-            dk += _exact(kx, z, KIND)
     if NEAR:
         for g in range(group):
             bh = bj.to(tl.int64) * group + g
@@ -598,6 +589,14 @@ def backward_keys(
                     dk, dv, kx, vx, columns, grad, shift, rate, 0, tq, origin, place, tq,
                     D, V, False, KIND, BN,
                 )  # fmt: skip
+    if FAR:
+        if not CAUSAL or n < chunks - 1:
+            slot = tl.program_id(1).to(tl.int64) * chunks + (n if CAUSAL else 0)
+            state = STATES + slot * (D * D * V)
+            dv = _values(dv, kx, column, place, tk, state, width, D, V, HALF, KIND, PAIR, STAGES)
+            dk = _slopes(dk, vx, column, place, tk, state, width, D, V, KIND, PAIR, STAGES)
+            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
+            dk += _exact(kx, z, KIND)
     inside = place < num_keys
     line = bj.to(tl.int64) * num_keys + place
     tl.store(
