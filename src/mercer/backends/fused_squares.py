@@ -14,50 +14,59 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .triton import INSTALLED, INTERPRETED
 
-MAX_WIDTH = 128
+# Features and values at most; wider blocks of float32 do not fit into the registers.
+MAX_WIDTH = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}
 # Bytes of states that are there at once.
 WORKSPACE = 2**30
 # Places are padded to a multiple of this, which every block of places divides.
 ALIGN = 128
 KINDS = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "float32"}
 
-# Features and values up to this many, and whether operands take four bytes:
-# (G, BT, warps, stages) of build, and (BM, BN, warps, stages) of the others.
-SIZES: dict[tuple[str, int, bool], tuple[int, int, int, int]] = {
-    ("build", 64, False): (4, 64, 4, 3),
-    ("build", 128, False): (2, 64, 8, 3),
-    ("build", 64, True): (2, 32, 4, 2),
-    ("build", 128, True): (1, 32, 8, 2),
-    ("forward", 64, False): (128, 64, 4, 3),
-    ("forward", 128, False): (128, 64, 8, 3),
-    ("forward", 64, True): (64, 32, 4, 2),
-    ("forward", 128, True): (64, 32, 8, 2),
-    ("queries", 64, False): (128, 64, 8, 3),
-    ("queries", 128, False): (128, 32, 8, 2),
-    ("queries", 64, True): (64, 32, 8, 2),
-    ("queries", 128, True): (32, 32, 8, 1),
-    ("keys", 64, False): (128, 64, 8, 3),
-    ("keys", 128, False): (128, 32, 8, 2),
-    ("keys", 64, True): (64, 32, 8, 2),
-    ("keys", 128, True): (32, 32, 8, 1),
+
+class Sizes(NamedTuple):
+    """Places by places of a block, but for `build`: features by places."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    # Whether two features of a state are read at once, in one wider matrix product.
+    pair: bool = False
+    registers: int | None = None
+
+
+# By the kernel, how many features and values there are at most, and whether operands take 4 bytes.
+SIZES: dict[tuple[str, int, bool], Sizes] = {
+    ("build", 64, False): Sizes(4, 64, 8, 3),
+    ("build", 128, False): Sizes(2, 64, 8, 3),
+    ("build", 64, True): Sizes(2, 32, 8, 2),
+    ("build", 128, True): Sizes(1, 32, 8, 2),
+    ("forward", 64, False): Sizes(128, 64, 8, 3, pair=True),
+    ("forward", 128, False): Sizes(128, 64, 8, 2),
+    ("forward", 64, True): Sizes(64, 32, 8, 2),
+    ("forward", 128, True): Sizes(64, 32, 8, 1),
+    ("queries", 64, False): Sizes(128, 64, 8, 3, pair=True),
+    ("queries", 128, False): Sizes(64, 32, 8, 2),
+    ("queries", 64, True): Sizes(64, 32, 8, 1),
+    ("queries", 128, True): Sizes(64, 32, 8, 1),
+    ("keys", 64, False): Sizes(128, 32, 8, 3, pair=True),
+    ("keys", 128, False): Sizes(64, 32, 8, 2),
+    ("keys", 64, True): Sizes(64, 32, 8, 1),
+    ("keys", 128, True): Sizes(64, 32, 8, 1),
 }
-
-
-# Whether two features are read at once, in one wider matrix product.
-PAIR = {64: True, 128: False}
 
 
 def runs(device: torch.device, dtype: torch.dtype, dim: int, values: int) -> bool:
     """Whether these kernels are there for such tensors."""
     there = INSTALLED and (device.type == "cuda" or INTERPRETED)
-    return there and dtype in KINDS and 0 < dim <= MAX_WIDTH and 0 < values <= MAX_WIDTH
+    return there and min(dim, values) > 0 and max(dim, values) <= MAX_WIDTH.get(dtype, 0)
 
 
 def chunk_size(dim: int, values: int) -> int:
@@ -174,16 +183,18 @@ class Plan:
         )
         return copies * self.dtype.itemsize + 16 * rows + self.at_once() * self.state_bytes()
 
-    def sizes(self, kernel: str) -> dict[str, int]:
+    def sizes(self, kernel: str) -> dict[str, Any]:
         bucket = 64 if max(self.dim, self.wide) <= 64 else 128
-        first, second, warps, stages = SIZES[kernel, bucket, self.operand == torch.float32]
+        sizes = SIZES[kernel, bucket, self.operand == torch.float32]
         if kernel == "build":
-            half = self.dim // 2
-            own = {"G": min(first, half), "BT": min(second, self.chunk)}
+            own = {"G": min(sizes.rows, self.dim // 2), "BT": min(sizes.columns, self.chunk)}
         else:
-            rows = min(first, self.chunk)
-            own = {"BM": rows, "BN": min(second, rows), "PAIR": PAIR[bucket], "STAGES": stages}
-        return own | {"num_warps": warps, "num_stages": stages}
+            rows = min(sizes.rows, self.chunk)
+            own = {"BM": rows, "BN": min(sizes.columns, rows), "PAIR": sizes.pair}
+            own["STAGES"] = sizes.stages
+        if sizes.registers is not None:
+            own["maxnreg"] = sizes.registers
+        return own | {"num_warps": sizes.warps, "num_stages": sizes.stages}
 
     def shape(self) -> dict[str, Any]:
         return {"D": self.dim, "V": self.wide, "HALF": self.half, "KIND": self.kind}
@@ -192,7 +203,7 @@ class Plan:
         return {"CAUSAL": self.causal, "NEAR": self.near, "FAR": self.far}
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
+def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
     return Plan(
         batch=max(q.shape[0], k.shape[0], v.shape[0]), heads=q.shape[1], k_heads=k.shape[1],
         v_heads=v.shape[1], num_queries=q.shape[2], num_keys=k.shape[2], width=q.shape[3],
@@ -341,7 +352,7 @@ def smooth_squares(
     """out, log_mass, and the mass that the backward wants; if causal, for Q <= K."""
     from . import triton_squares
 
-    plan = _plan(q, k, v, causal)
+    plan = plan_of(q, k, v, causal)
     copies = _Copies(plan, q, k, v, lengths)
     shape = (plan.batch, plan.heads, plan.num_queries)
     out = v.new_empty(*shape, plan.values)
@@ -375,7 +386,7 @@ def smooth_squares_backward(
     """The gradients of q, k and v."""
     from . import triton_squares
 
-    plan = _plan(q, k, v, causal)
+    plan = plan_of(q, k, v, causal)
     copies = _Copies(plan, q, k, v, lengths)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grad_log, out, mass = grad_log.contiguous(), out.contiguous(), mass.contiguous()

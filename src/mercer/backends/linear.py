@@ -53,8 +53,13 @@ def refuses(task: Task) -> str | None:
 
 
 def memory(task: Task) -> int:
-    """Bytes beyond the inputs and the output: wide copies, and the features and states at once."""
+    """Bytes beyond the inputs and the output: copies, and the features and states at once."""
     (factor,) = task.term.factors
+    if fused(task):
+        q = factor.q.expand(task.batch, task.heads, -1, -1)
+        causal, _ = _rule(task)
+        blind = _blind(task, causal)
+        return fused_squares.plan_of(q[:, :, blind:], factor.k, task.v, causal).workspace()
     dim, values, heads = factor.q.shape[-1], task.v.shape[-1] + 1, task.v.shape[1]
     copies = task.num_queries * task.heads * (2 * dim + values)
     copies += task.num_keys * heads * (dim + values)
@@ -67,9 +72,7 @@ def fused(task: Task) -> bool:
     """Whether the fused kernels run it; they keep NaN to the rows that see it by themselves."""
     sizes = (task.batch, task.num_queries, task.num_keys)
     dim = task.term.factors[0].q.shape[-1]
-    return min(sizes) > 0 and fused_squares.runs(
-        task.device, task.v.dtype, dim, task.v.shape[-1]
-    )
+    return min(sizes) > 0 and fused_squares.runs(task.device, task.v.dtype, dim, task.v.shape[-1])
 
 
 def run(task: Task) -> Smoothed:
@@ -109,9 +112,7 @@ def _run_fused(task: Task) -> Smoothed:
     causal, lengths = _rule(task)
     dtype, blind = task.v.dtype, _blind(task, causal)
     q = repeat(factor.q.to(dtype), factor.q.shape[0], task.heads)[:, :, blind:]
-    out, log_mass, _ = fused_squares.smooth_squares(
-        q, factor.k.to(dtype), task.v, lengths, causal
-    )
+    out, log_mass, _ = fused_squares.smooth_squares(q, factor.k.to(dtype), task.v, lengths, causal)
     out, log_mass = (
         F.pad(out, (0, 0, blind, 0)),
         F.pad(log_mass, (blind, 0), value=-math.inf),

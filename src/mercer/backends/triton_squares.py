@@ -67,7 +67,7 @@ def _exact(a, b, KIND: tl.constexpr):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "offset"])
 def prepare(
     X, COPY, SIZE, BAD, LENGTHS, sb, sh, st, heads, length, offset, width, padded,
     W: tl.constexpr, BT: tl.constexpr, QUERIES: tl.constexpr, LIMITED: tl.constexpr,
@@ -103,7 +103,7 @@ def prepare(
     tl.store(pointers, tl.trans(x).to(COPY.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "offset"])
 def prepare_backward(
     GRAD, OUT, GRAD_LOG, MASS, COPY, SHIFT, RATE, sb, sh, st, heads, length, offset, width, padded,
     W: tl.constexpr, BT: tl.constexpr,
@@ -150,7 +150,9 @@ def _build(
             x = _wide(tl.trans(tl.load(xt + g * x_head + b[:, None] * tx + t[None, :])), KIND)
             xa = tl.load(xt + g * x_head + own[:, None] * tx + t[None, :])
             if RATED:
-                xa = (xa.to(tl.float32) * tl.load(rate + g * tx + t)[None, :]).to(_wide(y, KIND).dtype)
+                xa = (xa.to(tl.float32) * tl.load(rate + g * tx + t)[None, :]).to(
+                    _wide(y, KIND).dtype
+                )
             if KIND == "bf16":
                 left = xa[:, None, :] * y[None, :, :]
             else:
@@ -192,7 +194,9 @@ def _build_mass(
         tl.store(traces, trace)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_head", "heads", "x_heads", "y_heads", "first_chunk", "chunks"]
+)
 def build(
     XT, Y, RATE, SHIFT, SUMS, MASSES, MEANS, TRACES, first_head, heads, x_heads, y_heads, group,
     tx, chunk, first_chunk, chunks, origin, width,
@@ -231,7 +235,7 @@ def build(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "low", "high", "keep_low", "keep_high"])
 def scan(
     SUMS, MASSES, MEANS, TRACES, STATES, Z, MU, chunks, low, high, keep_low, keep_high, width,
     D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, MIRROR: tl.constexpr,
@@ -288,6 +292,13 @@ def scan(
 
 
 @triton.jit
+def _masses(z, width, D: tl.constexpr):
+    """z, [D, D], whose rows beyond the width are not there."""
+    d = tl.arange(0, D)
+    return tl.load(z + d[:, None] * D + d[None, :], mask=d[:, None] < width, other=0.0)
+
+
+@triton.jit
 def _halves(x, W: tl.constexpr):
     """The first and the last W columns of [T, 2 W]."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, W)), (0, 2, 1)))
@@ -306,7 +317,8 @@ def _read(acc, x, column, t, tx, state, start, stop, inner, outer, STRIDE: tl.co
             even = tl.load(column + a * tx + t).to(tl.float32)
             odd = tl.load(column + (a + 1) * tx + t).to(tl.float32)
             left, right = _halves(_dot(x, tl.load(where + a * STRIDE), KIND), N)
-            acc += even[:, None] * left + odd[:, None] * right
+            acc += even[:, None] * left
+            acc += odd[:, None] * right
     else:
         n = tl.arange(0, N)
         where = state + k[:, None] * inner + n[None, :] * outer
@@ -363,7 +375,17 @@ def _near(acc, mass, q, k, values, start, stop, place, tk, D: tl.constexpr, V: t
     return acc, mass
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "first_head",
+        "heads",
+        "k_heads",
+        "v_heads",
+        "chunks",
+        "offset",
+        "num_queries",
+    ]
+)
 def forward(
     QT, SIZE, KT, VALUES, STATES, Z, MU, BAD_K, BAD_V, OUT, LOG, MASS, first_head, heads, k_heads,
     v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
@@ -403,9 +425,21 @@ def forward(
         if not CAUSAL or n > 0:
             slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
             acc = _values(
-                acc, q, column, t, tq, STATES + slot * (D * D * V), width, D, V, HALF, KIND, PAIR, STAGES
+                acc,
+                q,
+                column,
+                t,
+                tq,
+                STATES + slot * (D * D * V),
+                width,
+                D,
+                V,
+                HALF,
+                KIND,
+                PAIR,
+                STAGES,
             )
-            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
+            z = _masses(Z + slot * (D * D), width, D)
             far = tl.sum(_exact(q, z, KIND) * q.to(tl.float32), 1)
             acc += far[:, None] * tl.load(MU + slot * V + v)[None, :]
             mass += far
@@ -449,7 +483,17 @@ def _near_queries(
     return acc, whole
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "first_head",
+        "heads",
+        "k_heads",
+        "v_heads",
+        "chunks",
+        "offset",
+        "num_queries",
+    ]
+)
 def backward_queries(
     QT, SIZE, KT, VALUES, STATES, Z, MU, GRAD, GRAD_LOG, SHIFT, RATE, EXACT, DQ, first_head, heads,
     k_heads, v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
@@ -502,7 +546,7 @@ def backward_queries(
             acc = _slopes(
                 acc, g, column, t, tq, STATES + slot * (D * D * V), width, D, V, KIND, PAIR, STAGES
             )
-            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
+            z = _masses(Z + slot * (D * D), width, D)
             far = _exact(q, z, KIND)
             mu = tl.load(MU + slot * V + v)
             acc += (shift + tl.sum(g.to(tl.float32) * mu[None, :], 1))[:, None] * far
@@ -545,7 +589,7 @@ def _near_keys(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head", "heads", "k_heads", "v_heads", "chunks", "num_keys"])
 def backward_keys(
     QT, KT, VALUES, STATES, Z, GRAD, SHIFT, RATE, DK, DV, first_head, heads, k_heads, v_heads,
     group, tq, tk, chunk, origin, chunks, num_keys, width, width_v,
@@ -595,7 +639,7 @@ def backward_keys(
             state = STATES + slot * (D * D * V)
             dv = _values(dv, kx, column, place, tk, state, width, D, V, HALF, KIND, PAIR, STAGES)
             dk = _slopes(dk, vx, column, place, tk, state, width, D, V, KIND, PAIR, STAGES)
-            z = tl.load(Z + slot * (D * D) + d[:, None] * D + d[None, :])
+            z = _masses(Z + slot * (D * D), width, D)
             dk += _exact(kx, z, KIND)
     inside = place < num_keys
     line = bj.to(tl.int64) * num_keys + place
