@@ -178,7 +178,7 @@ class Plan:
     def workspace(self) -> int:
         """Bytes beyond inputs, outputs and gradients, at most."""
         rows = self.batch * self.heads * self.padded_queries
-        copies = rows * (self.dim + self.wide) + self.batch * self.padded_keys * (
+        copies = rows * (self.dim + 3 * self.wide) + self.batch * self.padded_keys * (
             self.k_heads * self.dim + self.v_heads * self.wide
         )
         return copies * self.dtype.itemsize + 16 * rows + self.at_once() * self.state_bytes()
@@ -280,7 +280,7 @@ class _States:
         return self.states, self.z, self.mu
 
     def of_queries(
-        self, copies: _Copies, grad: Tensor, rate: Tensor, shift: Tensor
+        self, copies: _Copies, share: Tensor, rate: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The sums over the queries after each chunk, or over all, with dO / m as values."""
         plan = self.plan
@@ -288,7 +288,7 @@ class _States:
         if plan.far:
             low = max(plan.origin // plan.chunk, 1) if plan.causal else 0
             self._build(
-                copies.q, grad, rate, shift, plan.heads, plan.heads, plan.group,
+                copies.q, share, rate, shift, plan.heads, plan.heads, plan.group,
                 plan.padded_queries, low, chunks, chunks, plan.origin,
             )  # fmt: skip
             keep = (0, chunks - 1)
@@ -392,11 +392,13 @@ def smooth_squares_backward(
     grad_log, out, mass = grad_log.contiguous(), out.contiguous(), mass.contiguous()
     tq, offset, size = plan.padded_queries, plan.start - plan.origin, min(64, plan.chunk)
     rows = (plan.batch * plan.heads, tq)
+    # float16 has no room for dO / m.
     g = v.new_empty(rows[0], plan.wide, tq)
+    share = torch.empty_like(g, dtype=plan.operand)
     shift, rate, exact = (v.new_empty(rows, dtype=torch.float32) for _ in range(3))
     triton_squares.prepare_backward[(tq // size, rows[0])](
-        grad, out, grad_log, mass, g, shift, rate, *_strides(grad), plan.heads, plan.num_queries,
-        offset, plan.values, tq, W=plan.wide, BT=size,
+        grad, out, grad_log, mass, g, share, shift, rate, *_strides(grad), plan.heads,
+        plan.num_queries, offset, plan.values, tq, W=plan.wide, BT=size,
     )  # fmt: skip
     dq = q.new_empty(plan.batch, plan.heads, plan.num_queries, plan.width)
     dk = _room(k, plan)
@@ -409,7 +411,7 @@ def smooth_squares_backward(
             few.first, *_geometry(plan), plan.chunks(plan.padded_keys), offset, plan.num_queries,
             plan.width, plan.values, **plan.shape(), **plan.parts(), **sizes,
         )  # fmt: skip
-        after = few.of_queries(copies, g, rate, exact)
+        after = few.of_queries(copies, share, rate, exact)
         sizes = plan.sizes("keys")
         chunks = plan.chunks(plan.padded_keys if causal else plan.padded_queries)
         triton_squares.backward_keys[(plan.padded_keys // sizes["BM"], few.count)](

@@ -105,10 +105,13 @@ def prepare(
 
 @triton.jit(do_not_specialize=["heads", "length", "offset"])
 def prepare_backward(
-    GRAD, OUT, GRAD_LOG, MASS, COPY, SHIFT, RATE, sb, sh, st, heads, length, offset, width, padded,
+    GRAD, OUT, GRAD_LOG, MASS, COPY, SHARE, SHIFT, RATE, sb, sh, st, heads, length, offset, width, padded,
     W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """A padded copy of dO, [W, T], rate = 1 / m, and shift = dlog m - <dO, out>; zero for rows without m."""
+    """Padded copies of dO and dO / m, [W, T], rate = 1 / m, and shift = dlog m - <dO, out>.
+
+    All are zero for rows without mass.
+    """
     bh = tl.program_id(1)
     b, h = (bh // heads).to(tl.int64), bh % heads
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -127,16 +130,18 @@ def prepare_backward(
     shift -= tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
     place = bh.to(tl.int64) * padded + t
     tl.store(SHIFT + place, shift)
-    tl.store(RATE + place, tl.where(alive, 1.0 / tl.where(alive, mass, 1.0), 0.0))
-    base = COPY + bh.to(tl.int64) * padded * W
-    tl.store(base + e[:, None].to(tl.int64) * padded + t[None, :], tl.trans(g))
+    rate = tl.where(alive, 1.0 / tl.where(alive, mass, 1.0), 0.0)
+    tl.store(RATE + place, rate)
+    where = bh.to(tl.int64) * padded * W + e[:, None].to(tl.int64) * padded + t[None, :]
+    tl.store(COPY + where, tl.trans(g))
+    tl.store(SHARE + where, tl.trans(g.to(tl.float32) * rate[:, None]).to(SHARE.dtype.element_ty))
 
 
 @triton.jit
 def _build(
-    xt, yt, rate, sums, a, start, stop, tx, group, x_head, y_head,
-    D: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, RATED: tl.constexpr, G: tl.constexpr,
-    KIND: tl.constexpr, BT: tl.constexpr,
+    xt, yt, sums, a, start, stop, tx, group, x_head, y_head,
+    D: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
     """sum_t x_ta x_tb y_t for G features from a on, and for b from FIRST on; stored as [a, b, v]."""
     b = FIRST + tl.arange(0, D - FIRST)
@@ -149,10 +154,6 @@ def _build(
             y = tl.load(yt + g * y_head + v[:, None] * tx + t[None, :])
             x = _wide(tl.trans(tl.load(xt + g * x_head + b[:, None] * tx + t[None, :])), KIND)
             xa = tl.load(xt + g * x_head + own[:, None] * tx + t[None, :])
-            if RATED:
-                xa = (xa.to(tl.float32) * tl.load(rate + g * tx + t)[None, :]).to(
-                    _wide(y, KIND).dtype
-                )
             if KIND == "bf16":
                 left = xa[:, None, :] * y[None, :, :]
             else:
@@ -225,13 +226,13 @@ def build(
     else:
         if HALF and part * G >= D // 2:
             _build(
-                XT + x_head, Y + y_head, RATE + line, SUMS + slot * (D * D * V), part * G, start,
-                start + chunk, tx, group, tx * D, tx * V, D, V, D // 2, RATED, G, KIND, BT,
+                XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start,
+                start + chunk, tx, group, tx * D, tx * V, D, V, D // 2, G, KIND, BT,
             )  # fmt: skip
         else:
             _build(
-                XT + x_head, Y + y_head, RATE + line, SUMS + slot * (D * D * V), part * G, start,
-                start + chunk, tx, group, tx * D, tx * V, D, V, 0, RATED, G, KIND, BT,
+                XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start,
+                start + chunk, tx, group, tx * D, tx * V, D, V, 0, G, KIND, BT,
             )  # fmt: skip
 
 
