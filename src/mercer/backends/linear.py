@@ -111,12 +111,16 @@ def _run_fused(task: Task) -> Smoothed:
     (factor,) = task.term.factors
     causal, lengths = _rule(task)
     dtype, blind = task.v.dtype, _blind(task, causal)
-    q = repeat(factor.q.to(dtype), factor.q.shape[0], task.heads)[:, :, blind:]
-    out, log_mass, _ = fused_squares.smooth_squares(q, factor.k.to(dtype), task.v, lengths, causal)
-    out, log_mass = (
-        F.pad(out, (0, 0, blind, 0)),
-        F.pad(log_mass, (blind, 0), value=-math.inf),
+    q = repeat(factor.q.to(dtype), factor.q.shape[0], task.heads)
+    out, log_mass, _ = fused_squares.smooth_squares(
+        q[:, :, blind:], factor.k.to(dtype), task.v, lengths, causal
     )
+    if blind:
+        bad = ~q[:, :, :blind].detach().isfinite().all(-1)
+        out = F.pad(out, (0, 0, blind, 0))
+        out = out.masked_fill(F.pad(bad, (0, out.shape[2] - blind))[..., None], math.nan)
+        log_mass = F.pad(log_mass, (blind, 0), value=-math.inf)
+        log_mass = log_mass.masked_fill(F.pad(bad, (0, out.shape[2] - blind)), math.nan)
     return Smoothed(*_rescaled(out, log_mass, factor.scale))
 
 
@@ -124,7 +128,7 @@ def _rescaled(out: Tensor, log_mass: Tensor, scale: Tensor | float) -> tuple[Ten
     """(out, log_mass) for queries that are multiplied by the scale."""
     if isinstance(scale, float | int) and scale == 1.0:
         return out, log_mass
-    scale = log_mass.new_tensor(scale) if not isinstance(scale, Tensor) else scale[..., 0]
+    scale = scale[..., 0] if isinstance(scale, Tensor) else log_mass.new_full((1,), scale)
     nothing = scale == 0
     log_mass = log_mass + 2 * torch.where(nothing, 1.0, scale.abs()).to(log_mass.dtype).log()
     out = torch.where((nothing & ~log_mass.isnan())[..., None], 0.0, out)
