@@ -173,7 +173,8 @@ class Plan:
 
     def at_once(self) -> int:
         """How many heads have their states at once."""
-        return min(self.batch * self.joint, max(1, WORKSPACE // max(self.state_bytes(), 1)))
+        many, room = self.batch * self.joint, max(1, WORKSPACE // max(self.state_bytes(), 1))
+        return -(-many // -(-many // room))
 
     def workspace(self) -> int:
         """Bytes beyond inputs, outputs and gradients, at most."""
