@@ -1,7 +1,12 @@
-"""The square in linear time: exact, with a state of one size, whatever the chunks."""
+"""The square in linear time: exact, with a state of one size, whatever the chunks.
+
+On a GPU, and in Triton's interpreter (TRITON_INTERPRET=1), all but float64 runs in fused kernels.
+"""
 
 import copy
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,14 +16,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mercer as mc
-from mercer.backends import linear, squares
+from mercer.backends import fused_squares, linear, squares
 from mercer.backends.linear import PolynomialState
+from mercer.backends.triton import INTERPRETED
 from mercer.links import Power
 from mercer.term import accumulator
 from mercer.testing import Shape, check_accuracy
-from mercer.testing.cases import Case, assert_close
+from mercer.testing.cases import Case, assert_close, rounding_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FUSED = fused_squares.runs(torch.device(DEVICE), torch.float32, DIM, DIM)
+needs_fused = pytest.mark.skipif(not FUSED, reason="needs a CUDA GPU or Triton's interpreter")
+# The interpreter multiplies no matrices of bfloat16.
+DTYPES = (
+    (torch.float32, torch.float16)
+    if INTERPRETED
+    else (torch.float32, torch.float16, torch.bfloat16)
+)
+# The interpreter computes with numpy, which warns of its own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning"),
+]
 LENGTHS = mc.Padding([19, 0])
 FITTING = {
     "full": mc.Full(),
@@ -43,11 +62,13 @@ def random(*shape, dtype=torch.float32):
 
 @pytest.fixture(params=["chunk by chunk", "many chunks"])
 def small_chunks(request, monkeypatch):
-    """Chunks of 4 places, one at a time or as many at once as there are."""
+    """Chunks of 4 places (16 if fused), one or one head at a time or as many as there are."""
     monkeypatch.setattr(squares, "chunk_size", lambda dim: 4)
+    monkeypatch.setattr(fused_squares, "chunk_size", lambda dim, values: 16)
     if request.param == "chunk by chunk":
         monkeypatch.setattr(squares, "ELEMENTS_ON_CPU", 1)
         monkeypatch.setattr(squares, "ELEMENTS", 1)
+        monkeypatch.setattr(fused_squares, "WORKSPACE", 1)
 
 
 def compare(kernel, filter, shape, dim=DIM, seed=0):
@@ -127,14 +148,92 @@ def test_sums_of_squares_are_mixed():
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("dim", [8, 64])
+@pytest.mark.parametrize("dim", [8] if INTERPRETED else [8, 64])
 @pytest.mark.parametrize("filter", [mc.Full(), mc.Causal()], ids=repr)
 def test_the_error_budget(filter, dim):
-    check_accuracy(mc.Polynomial(2), heads=HEADS, dim=dim, filter=filter, device=DEVICE)
+    check_accuracy(
+        mc.Polynomial(2), heads=HEADS, dim=dim, filter=filter, device=DEVICE, dtypes=DTYPES
+    )
+
+
+def within_budget(filter, shape, dim, dtype, change=lambda q, k, v: (q, k, v)):
+    """Twice the error of the reference in the same dtype, plus rounding; -inf in its places."""
+    case = Changed(mc.Polynomial(2), filter, shape, dim, 0, dtype, DEVICE, change=change)
+    got, plain = (case.run(backend, log_mass=True) for backend in ("linear", "reference"))
+    for name, want in case.run("reference", log_mass=True, wide=True).items():
+        assert torch.equal(got[name].isneginf(), want.isneginf()), name
+        finite = want.isfinite()
+        error, usual = ((x[name].double() - want)[finite].norm().item() for x in (got, plain))
+        budget = 2 * usual + rounding_of(case) * want[finite].norm().item()
+        assert error <= budget, f"{name}: off by {error:.1e}, more than {budget:.1e}"
+
+
+@dataclass(frozen=True)
+class Changed(Case):
+    """A random call whose inputs are changed."""
+
+    change: Callable = None
+
+    def inputs(self, *, wide=False):
+        q, k, v = super().inputs()
+        q, k, v = self.change(q.part("content"), k.part("content"), v)
+        q, k, v = ((x.double() if wide else x).clone() for x in (q, k, v))
+        return mc.Features.of(q), mc.Features.of(k), v
+
+
+FUSED_SHAPES = {
+    "square": Shape(batch=1, queries=50, keys=50, values=16),
+    "memory": Shape(batch=1, queries=35, keys=77, values=3),
+    "few queries": Shape(batch=1, queries=3, keys=50, values=3),
+    "more queries": Shape(batch=1, queries=67, keys=37, values=8),
+    "few keys for many": Shape(batch=2, heads=4, kv_heads=2, queries=37, keys=37, values=1),
+}
+
+
+@needs_fused
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", FUSED_SHAPES)
+@pytest.mark.parametrize("filter", ["full", "causal", "padding", "both"])
+def test_the_fused_kernels_keep_the_budget(filter, shape, dtype):
+    shape = FUSED_SHAPES[shape]
+    lengths = mc.Padding([shape.keys - 9, 0][: shape.batch])
+    filters = {"padding": lengths, "both": mc.Causal() & lengths}
+    within_budget(filters.get(filter, FITTING[filter]), shape, 8, dtype)
+
+
+@needs_fused
+@pytest.mark.parametrize("dim", [1, 33, 64, 80, 128])
+@pytest.mark.parametrize("values", [1, 40, 128])
+def test_the_fused_kernels_take_any_width(dim, values, monkeypatch):
+    monkeypatch.setattr(fused_squares, "chunk_size", lambda dim, values: 64)
+    shape = Shape(batch=1, heads=1, kv_heads=1, queries=100, keys=100, values=values)
+    for dtype in DTYPES:
+        if fused_squares.runs(torch.device(DEVICE), dtype, dim, values):
+            within_budget(mc.Causal(), shape, dim, dtype)
+
+
+@needs_fused
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_keys_far_from_zero_keep_the_budget(dtype, monkeypatch):
+    """A rounded state would lose what is left of a large mean; it is kept without it."""
+    monkeypatch.setattr(fused_squares, "chunk_size", lambda dim, values: 64)
+    shape = Shape(batch=1, heads=1, kv_heads=1, queries=200, keys=200, values=16)
+    for filter in (mc.Causal(), mc.Full()):
+        within_budget(filter, shape, 16, dtype, lambda q, k, v: (q + 0.5, k + 1, v + 3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_real_sizes_keep_the_budget(dim, dtype):
+    shape = Shape(batch=1, heads=2, kv_heads=1, queries=4500, keys=4500, values=dim)
+    for filter in (mc.Causal(), mc.Full()):
+        within_budget(filter, shape, dim, dtype)
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_small_norms_stay_finite(dtype):
     for size in (1e3, 1e-4):
         q, k, v = (random(2, 2, 19, DIM) for _ in range(3))
@@ -297,6 +396,17 @@ def test_the_operator_is_as_it_says(causal):
     )
 
 
+@needs_fused
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_fused_operator_is_as_it_says(causal):
+    q = random(2, 20, 4, 6).transpose(1, 2).requires_grad_()
+    k, v = (random(2, 2, 20, n).requires_grad_() for n in (6, 3))
+    lengths = torch.tensor([20, 7], device=DEVICE)
+    torch.library.opcheck(fused_squares.smooth_squares, (q, k, v, lengths, causal))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies no matrices of bfloat16")
 def test_autocast_lowers_the_inputs_and_keeps_the_sums():
     q, k, v = (random(1, 2, 300, 16) for _ in range(3))
     lowered = [x.bfloat16() for x in (q, k, v)]

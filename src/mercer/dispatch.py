@@ -27,8 +27,6 @@ BACKENDS: dict[str, Backend] = {
     b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear, flex))
 }
 NAMES = ("auto", "reference", *BACKENDS)
-# These keep NaN to the rows that see it by themselves; the others are given cleaned inputs.
-HANDLES_NAN = (triton.name,)
 RULES = rules.read(rules.PATH.read_text(encoding="utf-8"), BACKENDS)
 
 
@@ -84,6 +82,11 @@ def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
         if why is not None:
             return why
     return None
+
+
+def handles_nan(tasks: tuple[Task, ...], name: str) -> bool:
+    """Whether it keeps NaN to the rows that see it by itself; if not, it gets cleaned inputs."""
+    return name == triton.name or (name == linear.name and all(map(linear.fused, tasks)))
 
 
 def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:

@@ -113,7 +113,7 @@ def _solve(problem: Problem, backend: str) -> Smoothed:
         tasks = problem.tasks(seed)
         choice = dispatch.choose(tasks, backend)
         if choice.name != "reference":
-            if choice.name not in dispatch.HANDLES_NAN:
+            if not dispatch.handles_nan(tasks, choice.name):
                 cleaned = problem.cleaned()
                 tasks = tasks if cleaned is problem else cleaned.tasks(seed)
             return dispatch.run(tasks, choice.name)

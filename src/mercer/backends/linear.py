@@ -25,7 +25,7 @@ from torch import Tensor
 from ..filters import And, Causal, Filter, Full, Padding
 from ..links import Power
 from ..term import Smoothed, accumulator, repeat
-from . import Task
+from . import Task, fused_squares
 from .squares import Walk, absorb, features, room, slices
 
 name = "linear"
@@ -53,8 +53,13 @@ def refuses(task: Task) -> str | None:
 
 
 def memory(task: Task) -> int:
-    """Bytes beyond the inputs and the output: wide copies, and the features and states at once."""
+    """Bytes beyond the inputs and the output: copies, and the features and states at once."""
     (factor,) = task.term.factors
+    if fused(task):
+        q = factor.q.expand(task.batch, task.heads, -1, -1)
+        causal, _ = _rule(task)
+        blind = _blind(task, causal)
+        return fused_squares.plan_of(q[:, :, blind:], factor.k, task.v, causal).workspace()
     dim, values, heads = factor.q.shape[-1], task.v.shape[-1] + 1, task.v.shape[1]
     copies = task.num_queries * task.heads * (2 * dim + values)
     copies += task.num_keys * heads * (dim + values)
@@ -63,17 +68,27 @@ def memory(task: Task) -> int:
     return accumulator(task.v.dtype).itemsize * (task.batch * copies + min(at_once, 3 * pairs))
 
 
+def fused(task: Task) -> bool:
+    """Whether the fused kernels run it; they keep NaN to the rows that see it by themselves."""
+    sizes = (task.batch, task.num_queries, task.num_keys)
+    dim = task.term.factors[0].q.shape[-1]
+    return min(sizes) > 0 and fused_squares.runs(task.device, task.v.dtype, dim, task.v.shape[-1])
+
+
 def run(task: Task) -> Smoothed:
+    if fused(task):
+        return _run_fused(task)
     wide = accumulator(task.v.dtype)
     (lifted,) = task.term.lift(wide)
     heads = math.lcm(lifted.k.shape[1], task.v.shape[1])
     q = repeat(lifted.q, task.batch, task.heads)
     k, v = (repeat(x.to(wide), task.batch, heads) for x in (lifted.k, task.v))
-    causal, seen = _rule(task)
-    if seen is not None:
+    causal, lengths = _rule(task)
+    seen: Tensor | None = None
+    if lengths is not None:
+        seen = torch.arange(task.num_keys, device=task.device) < lengths[:, None, None]
         k = torch.where(seen[..., None], k, 0.0)
-    # Queries before the first key see nothing.
-    blind = max(task.num_queries - task.num_keys, 0) if causal else 0
+    blind = _blind(task, causal)
     size = _size(q)
     sums = sum_squares((q / size)[:, :, blind:], k, F.pad(v, (0, 1), value=1.0), causal)
     out, log_mass = _ratio(F.pad(sums, (0, 0, blind, 0)), size)
@@ -91,6 +106,35 @@ def run(task: Task) -> Smoothed:
     return Smoothed(out, log_mass)
 
 
+def _run_fused(task: Task) -> Smoothed:
+    """The same by the fused kernels; a scale of a query changes its mass alone."""
+    (factor,) = task.term.factors
+    causal, lengths = _rule(task)
+    dtype, blind = task.v.dtype, _blind(task, causal)
+    q = repeat(factor.q.to(dtype), factor.q.shape[0], task.heads)
+    out, log_mass, _ = fused_squares.smooth_squares(
+        q[:, :, blind:], factor.k.to(dtype), task.v, lengths, causal
+    )
+    if blind:
+        bad = ~q[:, :, :blind].detach().isfinite().all(-1)
+        out = F.pad(out, (0, 0, blind, 0))
+        out = out.masked_fill(F.pad(bad, (0, out.shape[2] - blind))[..., None], math.nan)
+        log_mass = F.pad(log_mass, (blind, 0), value=-math.inf)
+        log_mass = log_mass.masked_fill(F.pad(bad, (0, out.shape[2] - blind)), math.nan)
+    return Smoothed(*_rescaled(out, log_mass, factor.scale))
+
+
+def _rescaled(out: Tensor, log_mass: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """(out, log_mass) for queries that are multiplied by the scale."""
+    if isinstance(scale, float | int) and scale == 1.0:
+        return out, log_mass
+    scale = scale[..., 0] if isinstance(scale, Tensor) else log_mass.new_full((1,), scale)
+    nothing = scale == 0
+    log_mass = log_mass + 2 * torch.where(nothing, 1.0, scale.abs()).to(log_mass.dtype).log()
+    out = torch.where((nothing & ~log_mass.isnan())[..., None], 0.0, out)
+    return out, torch.where(nothing & ~log_mass.isnan(), -math.inf, log_mass)
+
+
 def _parts(task: Task) -> tuple[Filter, ...] | None:
     """The filter as Full, Causal and Padding joined by &, or None."""
     for simplify in (False, True):
@@ -103,16 +147,21 @@ def _parts(task: Task) -> tuple[Filter, ...] | None:
     return None
 
 
+def _blind(task: Task, causal: bool) -> int:
+    """How many queries come before the first key and see nothing."""
+    return max(task.num_queries - task.num_keys, 0) if causal else 0
+
+
 def _rule(task: Task) -> tuple[bool, Tensor | None]:
-    """Whether j <= i is asked for, and the keys within the lengths, [B, 1, K]."""
+    """Whether j <= i is asked for, and how many keys are there, [B]."""
     parts = _parts(task)
     assert parts is not None
-    seen: Tensor | None = None
+    lengths: Tensor | None = None
     for part in parts:
         if isinstance(part, Padding):
-            within = torch.arange(task.num_keys, device=task.device) < part.lengths[:, None, None]
-            seen = within if seen is None else seen & within
-    return any(isinstance(part, Causal) for part in parts), seen
+            less = part.lengths
+            lengths = less if lengths is None else torch.minimum(lengths, less)
+    return any(isinstance(part, Causal) for part in parts), lengths
 
 
 def _size(q: Tensor) -> Tensor:
