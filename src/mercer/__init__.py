@@ -35,5 +35,6 @@ from .smoother import smooth as smooth
 from .term import Factor as Factor
 from .term import Link as Link
 from .term import Term as Term
+from .vicinity import vicinity as vicinity
 
 __version__ = "0.1.0"

@@ -68,11 +68,11 @@ def smooth(
     """
     problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
     if not torch.is_autocast_enabled(problem.v.device.type):
-        result = _solve(problem, backend)
+        result = solve(problem, backend)
     else:
         # The inputs are already cast; sums and numbers per key stay in float32.
         with torch.autocast(problem.v.device.type, enabled=False):
-            result = _solve(problem, backend)
+            result = solve(problem, backend)
     if not return_log_mass:
         return result.out
     assert result.log_mass is not None
@@ -106,7 +106,8 @@ def reference(problem: Problem) -> Smoothed:
     return Smoothed(out, log_mass)
 
 
-def _solve(problem: Problem, backend: str) -> Smoothed:
+def solve(problem: Problem, backend: str) -> Smoothed:
+    """A checked call on the named backend, or on what the rules say."""
     if backend != "reference":
         # All terms drop the same weights, so that dropout acts on their sum.
         seed = torch.randint(2**62, ()) if problem.dropout_p else None

@@ -8,6 +8,7 @@ from .base import Or as Or
 from .base import Span as Span
 from .data import Documents as Documents
 from .data import Padding as Padding
+from .patterns import Earlier as Earlier
 from .patterns import Fixed as Fixed
 from .patterns import Memory as Memory
 from .patterns import Strided as Strided

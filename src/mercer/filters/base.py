@@ -47,6 +47,10 @@ class Filter(Spec):
         """True if all of i sees all of j, False if nothing sees anything, None if not known."""
         return None
 
+    def joins(self, b: Index, j: Index, m: Index) -> Index:
+        """Whether keys j and m are of one sequence, so that j's token kernel may reach m."""
+        return True
+
     @property
     def causal(self) -> bool:
         """Whether no query sees a later key."""
@@ -229,6 +233,9 @@ class And(Joined):
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return reduce(and_, (f.sees(b, i, j, start) for f in self.filters))
 
+    def joins(self, b: Index, j: Index, m: Index) -> Index:
+        return reduce(and_, (f.joins(b, j, m) for f in self.filters))
+
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         each = [f.covers(i, j, start) for f in self.filters]
         return False if False in each else None if None in each else True
@@ -252,6 +259,9 @@ class Or(Joined):
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return reduce(or_, (f.sees(b, i, j, start) for f in self.filters))
+
+    def joins(self, b: Index, j: Index, m: Index) -> Index:
+        return reduce(or_, (f.joins(b, j, m) for f in self.filters))
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         each = [f.covers(i, j, start) for f in self.filters]

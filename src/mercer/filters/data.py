@@ -30,6 +30,9 @@ class Padding(Filter):
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return j < self.lengths[b]
 
+    def joins(self, b: Index, j: Index, m: Index) -> Index:
+        return m < self.lengths[b]
+
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         if torch.compiler.is_compiling():
             return None
@@ -95,6 +98,10 @@ class Documents(Filter):
         b = b if self.ids.shape[0] > 1 else 0
         same = self.ids[b, i.clamp(min=0) if isinstance(i, Tensor) else max(i, 0)] == self.ids[b, j]
         return same & (i >= 0)
+
+    def joins(self, b: Index, j: Index, m: Index) -> Index:
+        b = b if self.ids.shape[0] > 1 else 0
+        return self.ids[b, j] == self.ids[b, m]
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         if torch.compiler.is_compiling() or i.first < 0:

@@ -46,6 +46,24 @@ class Window(Filter):
 
 
 @dataclass(frozen=True)
+class Earlier(Filter):
+    """j <= i - gap: causal without the nearest keys."""
+
+    gap: int
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return j <= i - self.gap
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        gap = self.gap
+        return True if j.last <= i.first - gap else False if j.first > i.last - gap else None
+
+    @property
+    def causal(self) -> bool:
+        return self.gap >= 0
+
+
+@dataclass(frozen=True)
 class Memory(Filter):
     """Causal, and keys more than `length` before the segment's first query are hidden.
 

@@ -1,0 +1,377 @@
+"""Attention to keys that speak for their vicinity: TWiKers as a function.
+
+    out_i = sum_j w(q_i, k~_ij) v~_ij / sum_j w(q_i, k~_ij)
+    k~_ij = sum_d a_j[d] k_{j+d},  v~_ij = sum_d b_j[d] v_{j+d}
+
+over the taps d of key j that query i sees. Under a causal filter the boundary rule says which:
+
+    "none"      all; what lies beyond the query reads as zero
+    "left"      d <= 0
+    "truncate"  j + d <= i
+    "shrink"    |d| <= i - j
+
+Invisible taps are removed before the softmax. Taps beyond the ends of the sequence, of a document
+or of what is not padding contribute zero. Without a causal filter there is no future to hide, and
+only "left" leaves taps out.
+
+`reference` is this, query by query, and the specification. The fast form needs memory linear in the
+length: only the p keys nearest to a query are cut, so all others are one call of `smooth` on keys
+and values that are convolved once; the nearest p are one block of p columns; both are mixed by
+their masses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import choose
+from .features import Features, Input
+from .filters import Causal, Earlier, Filter, Full
+from .kernels import Exponential, Kernel
+from .links import Power
+from .problem import Problem, prepare
+from .smoother import reference as smooth_densely
+from .smoother import solve
+from .taps import (
+    Boundary,
+    check_boundary,
+    check_size,
+    check_temperature,
+    convolve,
+    cut,
+    joined,
+    visible,
+)
+from .term import Factor, Smoothed, Term, accumulator, mix, repeat
+
+
+@overload
+def vicinity(
+    q: Input, k: Input, v: Tensor, *, key_taps: Tensor | None = ...,
+    value_taps: Tensor | None = ..., normalize: float | None = ..., boundary: Boundary = ...,
+    kernel: Kernel = ..., filter: Filter = ..., backend: str = ..., dropout_p: float = ...,
+    return_log_mass: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def vicinity(
+    q: Input, k: Input, v: Tensor, *, key_taps: Tensor | None = ...,
+    value_taps: Tensor | None = ..., normalize: float | None = ..., boundary: Boundary = ...,
+    kernel: Kernel = ..., filter: Filter = ..., backend: str = ..., dropout_p: float = ...,
+    return_log_mass: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def vicinity(
+    q: Input,
+    k: Input,
+    v: Tensor,
+    *,
+    key_taps: Tensor | None = None,
+    value_taps: Tensor | None = None,
+    normalize: float | None = None,
+    boundary: Boundary = "shrink",
+    kernel: Kernel = Exponential(),
+    filter: Filter = Causal(),
+    backend: str = "auto",
+    dropout_p: float = 0.0,
+    return_log_mass: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Smooth over keys and values that are small convolutions of their neighbours.
+
+    Args:
+        q, k, v: as in `smooth`; of the keys, the part `content` is convolved.
+        key_taps, value_taps: the kernel of each key, [B, K, H or 1, S], tap d in column p + d.
+        normalize: None uses taps as they are; a number T means softmax(taps / T) over what is seen.
+        boundary: which taps a query sees near itself: none, left, truncate or shrink.
+        kernel, filter, backend, dropout_p, return_log_mass: as in `smooth`.
+    """
+    problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
+    check_boundary(boundary)
+    check_temperature("normalize", normalize)
+    for name, taps in (("key_taps", key_taps), ("value_taps", value_taps)):
+        _check_taps(name, taps, problem)
+    call = Vicinity(problem, key_taps, value_taps, normalize, boundary)
+    with torch.autocast(problem.v.device.type, enabled=False):
+        result = call.solve(backend)
+    if not return_log_mass:
+        return result.out
+    assert result.log_mass is not None
+    return result.out, result.log_mass
+
+
+def num_cut(boundary: Boundary, filter: Filter, size: int) -> int:
+    """How many of the keys nearest to a query show it a kernel that is cut."""
+    reach = size // 2
+    return reach if filter.causal and visible(boundary, reach, None)[1] > 0 else 0
+
+
+@dataclass(frozen=True)
+class Vicinity:
+    """A checked call."""
+
+    problem: Problem
+    key_taps: Tensor | None  # [B, K, H or 1, S]
+    value_taps: Tensor | None
+    normalize: float | None
+    boundary: Boundary
+    first: int = 0  # the place of the first key
+
+    def solve(self, backend: str) -> Smoothed:
+        if backend == "reference":
+            return self.reference()
+        taps = [x for x in (self.key_taps, self.value_taps) if x is not None]
+        cuts = (num_cut(self.boundary, self.problem.filter, x.shape[-1]) for x in taps)
+        count = max(cuts, default=0)
+        if not count:
+            return solve(self.seen(None), backend)
+        near = self.near(count)
+        if near is None:
+            # Without a lowering there is only the definition; a backend by name refuses.
+            choose((), backend)
+            return self.reference()
+        if self.problem.k.length <= count:
+            return near
+        return mix([self.far(count, backend), near])
+
+    def seen(self, away: int | None) -> Problem:
+        """The problem with keys and values as a query sees them that far away."""
+        k, v = self.problem.k, self.problem.v
+        if self.key_taps is not None:
+            content = self.convolve(k.part("content"), self.key_taps, away)
+            k = Features(**dict(k.items()) | {"content": content})
+        if self.value_taps is not None:
+            v = self.convolve(v, self.value_taps, away)
+        return replace(self.problem, k=k, v=v)
+
+    def convolve(self, x: Tensor, taps: Tensor, away: int | None) -> Tensor:
+        first, kernel = cut(taps, self.normalize, self.boundary, away)
+        joins = joined(
+            self.problem.filter, self.first, x.shape[2], taps.shape[-1] // 2, x.device
+        )
+        return convolve(_in_heads(x, taps), first, kernel, joins)
+
+    def far(self, count: int, backend: str) -> Smoothed:
+        """All keys but the nearest, whose kernels are whole."""
+        whole = replace(self.seen(None), log_mass=True)
+        num_queries, num_keys = whole.q.length, whole.k.length
+        simple = whole.filter.simplify(num_queries, num_keys)
+        if whole.kernel.relative or not isinstance(simple, Causal | Full):
+            return solve(replace(whole, filter=whole.filter & Earlier(count)), backend)
+        # Without the last keys, a query stands beside the last one that it sees: causal again.
+        blind = count if num_queries == num_keys else 0
+        short = replace(
+            whole,
+            q=_slice(whole.q, slice(blind, None)),
+            k=_slice(whole.k, slice(None, num_keys - count)),
+            v=whole.v[:, :, : num_keys - count],
+            filter=simple,
+        )
+        out, log_mass, sign = solve(short, backend)
+        assert log_mass is not None
+        return Smoothed(
+            F.pad(out, (0, 0, blind, 0)),
+            F.pad(log_mass, (blind, 0), value=-math.inf),
+            None if sign is None else F.pad(sign, (blind, 0), value=1.0),
+        )
+
+    def last(self, count: int) -> Vicinity:
+        """The same call with the last keys only."""
+        first = max(self.problem.k.length - count, 0)
+        kept = slice(first, None)
+        return replace(
+            self,
+            problem=replace(
+                self.problem, k=_slice(self.problem.k, kept), v=self.problem.v[:, :, kept]
+            ),
+            key_taps=None if self.key_taps is None else self.key_taps[:, kept],
+            value_taps=None if self.value_taps is None else self.value_taps[:, kept],
+            first=first,
+        )
+
+    def near(self, count: int) -> Smoothed | None:
+        """The `count` nearest keys of each query; None if the kernel has no lowering."""
+        whole, call = self.problem, self.last(self.problem.q.length + 2 * count)
+        num_queries, start = whole.q.length, whole.k.length - whole.q.length
+        filter, device = whole.filter, whole.v.device
+        places = torch.arange(start, whole.k.length, device=device)
+        b = torch.arange(filter.batch or 1, device=device)[:, None, None]
+        columns: list[Column] = []
+        for away in range(count):
+            here = call.seen(away)
+            seen = filter.sees(b, places, (places - away).clamp(min=0), start)
+            seen = torch.as_tensor(seen, device=device) & (places >= away)
+            terms = here.kernel.terms(here.q, here.k)
+            if not terms:
+                return None
+            first, length = start - away - call.first, here.k.length
+            resolved = [term.resolve(num_queries, length, causal=True) for term in terms]
+            value = torch.where(seen[..., None], _rows(here.v, first, num_queries), 0.0)
+            columns += [Column(term, first, away, seen, value) for term in resolved]
+        return _average(columns, count, whole)
+
+    def reference(self) -> Smoothed:
+        """The definition: every query with the kernels that it sees."""
+        whole = self.problem
+        num_queries, num_keys = whole.q.length, whole.k.length
+        if not whole.filter.causal or not num_queries:
+            return smooth_densely(self.densely(num_keys, None).cleaned())
+        rows = []
+        for n in range(num_queries):
+            place = n + num_keys - num_queries
+            row = replace(
+                self.densely(max(place + 1, 0), place),
+                q=_slice(whole.q, slice(n, n + 1)),
+                filter=whole.filter.until(max(place + 1, 0), num_keys - num_queries),
+            )
+            rows.append(smooth_densely(row.cleaned()))
+        masses = [row.log_mass for row in rows if row.log_mass is not None]
+        return Smoothed(torch.cat([row.out for row in rows], 2), torch.cat(masses, 2))
+
+    def densely(self, length: int, place: int | None) -> Problem:
+        """The first keys and values, as the query at this place sees them."""
+        k, v = _slice(self.problem.k, slice(0, length)), self.problem.v[:, :, :length]
+        if self.key_taps is not None:
+            content = self.convolve_densely(k.part("content"), self.key_taps, place)
+            k = Features(**dict(k.items()) | {"content": content})
+        if self.value_taps is not None:
+            v = self.convolve_densely(v, self.value_taps, place)
+        return replace(self.problem, k=k, v=v)
+
+    def convolve_densely(self, x: Tensor, taps: Tensor, place: int | None) -> Tensor:
+        length, reach = x.shape[2], taps.shape[-1] // 2
+        if not length:
+            return _in_heads(x, taps)
+        j = torch.arange(length, device=x.device)[:, None]
+        d = torch.arange(-reach, reach + 1, device=x.device)
+        seen = (d <= 0).expand(length, -1) if self.boundary == "left" else (d == d) & (j == j)
+        reads = (j + d >= 0) & (j + d < length)
+        if place is not None:
+            if self.boundary == "truncate":
+                seen = j + d <= place
+            elif self.boundary == "shrink":
+                seen = d.abs() <= place - j
+            reads = reads & (j + d <= place)
+        joins = joined(self.problem.filter, 0, length, reach, x.device)
+        if joins is not None:
+            reads = reads & joins
+        taps = taps[:, :length].transpose(1, 2)  # [B, H or 1, K, S]
+        if self.normalize is None:
+            taps = taps.masked_fill(~seen, 0.0)
+        else:
+            taps = (taps / self.normalize).masked_fill(~seen, -math.inf).softmax(-1)
+        y = _in_heads(x, taps.transpose(1, 2))[:, :, (j + d).clamp(0, length - 1)]
+        y = torch.where((reads & seen).view(-1, 1, length, 2 * reach + 1, 1), y, 0.0)
+        return (taps[..., None] * y).sum(-2).to(x.dtype)
+
+
+def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
+    if taps is None:
+        return
+    if not isinstance(taps, Tensor) or taps.dim() != 4 or not taps.is_floating_point():
+        came = list(taps.shape) if isinstance(taps, Tensor) else type(taps).__name__
+        raise ValueError(f"{name} must be numbers [B, K, H or 1, S], but came as {came}")
+    batch, length, heads, size = taps.shape
+    k = problem.k.part("content") if name == "key_taps" else problem.v
+    allowed = sorted({1, k.shape[1], problem.q.heads})
+    if batch not in (1, problem.batch) or length != problem.k.length or heads not in allowed:
+        raise ValueError(
+            f"{name} must be [{problem.batch}, {problem.k.length}, "
+            f"{' or '.join(map(str, allowed))}, S], but came as {list(taps.shape)}"
+        )
+    if size % 2 == 0:
+        raise ValueError(f"{name} must have an odd number of taps, but came with {size}")
+    check_size(size)
+    if taps.device != problem.v.device:
+        raise ValueError(f"{name} must be on {problem.v.device}, but is on {taps.device}")
+
+
+def _in_heads(x: Tensor, taps: Tensor) -> Tensor:
+    """x in as many heads as the taps have, where they have more."""
+    return x if taps.shape[2] in (1, x.shape[1]) else repeat(x, x.shape[0], taps.shape[2])
+
+
+def _slice(x: Features, places: slice) -> Features:
+    return Features(**{name: part[:, :, places] for name, part in x.items()})
+
+
+def _rows(x: Tensor, first: int, count: int) -> Tensor:
+    """Places first, first + 1, … of x, zero before its start, [B, H, count, …]."""
+    blank = min(max(-first, 0), count)
+    rows = x[:, :, first + blank : first + count]
+    if not blank:
+        return rows
+    return torch.cat([rows.new_zeros((*x.shape[:2], blank, *x.shape[3:])), rows], 2)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One term of query n and key first + n, which lies `away` places before it."""
+
+    term: Term
+    first: int
+    away: int
+    seen: Tensor  # [B or 1, 1, Q]
+    value: Tensor  # [B, H, Q, V]
+
+    def weights(self, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """w = exp(first) * second, each [B, H, Q]: a power is taken as a power, for its zeros."""
+        log, power = self.value.new_zeros((), dtype=wide), self.value.new_ones((), dtype=wide)
+        for f in self.term.factors:
+            s = self.score(f, wide)
+            if isinstance(f.link, Power):
+                power = power * s**f.link.degree
+            else:
+                log = log + (s if f.link is None else f.link.log(s))
+        if (table := self.term.table) is not None:
+            clip = (table.shape[-1] - 1) // 2
+            log = log + table[..., min(self.away, clip) + clip].to(wide)
+        return log, power
+
+    def score(self, f: Factor, wide: torch.dtype) -> Tensor:
+        """s of a factor, as in `blocks`."""
+        q, count = f.q.to(wide), f.q.shape[2]
+        k = torch.where(self.seen[..., None], _rows(f.k, self.first, count).to(wide), 0.0)
+        s = (q * repeat(k, k.shape[0], q.shape[1])).sum(-1)
+        if (col := f.col) is not None:
+            col = torch.where(self.seen, _rows(col, self.first, count).to(wide), 0.0)
+            s = s + repeat(col, col.shape[0], max(q.shape[1], col.shape[1]))
+        s = s * (f.scale[..., 0] if isinstance(f.scale, Tensor) else f.scale)
+        if (row := f.row) is not None:
+            s = s + row.to(wide)
+            if f.link is not None and f.link.cusp:
+                s = torch.where(s > -32 * torch.finfo(wide).eps * row.abs(), 0.0, s)
+        return s
+
+
+def _average(columns: list[Column], count: int, whole: Problem) -> Smoothed:
+    """The smoother of `count` keys for each query, whose terms follow each other."""
+    shape, wide = (whole.batch, whole.q.heads, whole.q.length), accumulator(whole.v.dtype)
+    logs, powers = [], []
+    for column in columns:
+        log, power = column.weights(wide)
+        logs.append(log.expand(shape).masked_fill(~column.seen, -math.inf))
+        powers.append(power.expand(shape).masked_fill(~column.seen, 0.0))
+    log, power = torch.stack(logs, -1), torch.stack(powers, -1)  # [B, H, Q, count * terms]
+    peak = (log + power.abs().log()).detach().amax(-1, keepdim=True)
+    peak = torch.where(peak.isneginf(), 0.0, peak)
+    weight = ((log - peak).exp() * power).unflatten(-1, (count, -1)).sum(-1)  # [B, H, Q, count]
+    mass = weight.sum(-1)
+    empty = mass == 0
+    safe = torch.where(empty, 1.0, mass)
+    share = F.dropout(weight / safe[..., None], whole.dropout_p)
+    values = [column.value for column in columns[:: len(columns) // count]]
+    out = torch.zeros((), dtype=wide, device=whole.v.device)
+    for n, value in enumerate(values):
+        out = out + share[..., n, None] * repeat(value, value.shape[0], shape[1]).to(wide)
+    out = torch.where(empty[..., None], 0.0, out).to(whole.v.dtype)
+    log_mass = torch.where(empty, -math.inf, safe.abs().log() + peak[..., 0])
+    signed = any(column.term.signed for column in columns)
+    return Smoothed(out, log_mass, mass.sign() if signed else None)
