@@ -135,9 +135,7 @@ def test_the_reference_is_the_definition(filter, boundary, normalize):
             q, k, v, key_taps=taps[0], value_taps=taps[1], normalize=normalize, boundary=boundary,
             filter=filter, backend="reference",
         )  # fmt: skip
-        want = loops(
-            q.part("content"), k.part("content"), v, *taps, normalize, boundary, filter
-        )
+        want = loops(q.part("content"), k.part("content"), v, *taps, normalize, boundary, filter)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -166,3 +164,246 @@ def test_every_kernel_has_its_fast_form(name, boundary):
         options = {"normalize": 0.7, "boundary": boundary, "filter": FILTERS[filter]}
         want = grads_of(kernel, *given, backend="reference", **options)
         assert_same(grads_of(kernel, *given, **options), want, f"{target} {size} {filter}")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(queries=3, keys=LENGTH),
+        Shape(queries=1, keys=LENGTH),
+        Shape(queries=LENGTH, keys=4),
+        Shape(queries=1, keys=1),
+        Shape(queries=2, keys=2, kv_heads=1),
+        Shape(heads=4, kv_heads=2, queries=LENGTH, keys=LENGTH),
+        Shape(batch=1, queries=5, keys=LENGTH, values=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_other_shapes_are_the_reference_too(shape, boundary):
+    """Q != K, one key, fewer keys than taps, grouped heads."""
+    kernel = mc.Exponential()
+    for size, heads in ((3, 1), (5, shape.kv_heads), (7, shape.heads)):
+        given = draw(kernel, size, (True, True), shape=shape, heads=heads, batch=shape.batch)
+        for filter in (mc.Causal(), mc.Window(2, 0), mc.Memory(1), mc.Full()):
+            options = {"normalize": 0.4, "boundary": boundary, "filter": filter}
+            want = grads_of(kernel, *given, backend="reference", **options)
+            assert_same(grads_of(kernel, *given, **options), want, f"{size} {filter}")
+
+
+@pytest.mark.parametrize("backend", ["chunked", "sdpa"])
+def test_a_named_backend_runs_the_far_keys(backend):
+    given = draw(mc.Exponential(), 3, (True, True))
+    want = grads_of(mc.Exponential(), *given, backend="reference")
+    assert_same(grads_of(mc.Exponential(), *given, backend=backend), want)
+
+
+def test_keys_and_values_may_have_kernels_of_different_sizes():
+    q, k, v, key_taps, _ = draw(mc.Exponential(), 3, (True, False))
+    value_taps = torch.randn(BATCH, LENGTH, 1, 7, dtype=torch.float64)
+    want = grads_of(mc.Exponential(), q, k, v, key_taps, value_taps, backend="reference")
+    assert_same(grads_of(mc.Exponential(), q, k, v, key_taps, value_taps), want)
+
+
+def test_without_taps_it_is_smooth():
+    q, k, v, *_ = draw(mc.Exponential(), 3, (False, False))
+    want = mc.smooth(mc.Exponential(), q, k, v, filter=mc.Causal())
+    assert torch.equal(mc.vicinity(q, k, v), want)
+
+
+@pytest.mark.parametrize("filter", ["causal", "window", "strided", "fixed", "memory", "documents"])
+@pytest.mark.parametrize("normalize", [None, 0.4], ids=["free", "softmax"])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_the_future_changes_no_bit(boundary, size, target, normalize, filter):
+    kernel = mc.Exponential()
+    q, k, v, *taps = draw(kernel, size, TARGETS[target])
+    q, k, v, *taps = (
+        None if x is None else x.float() for x in (q.part("content"), k.part("content"), v, *taps)
+    )
+    options = {"normalize": normalize, "boundary": boundary, "filter": FILTERS[filter]}
+    for backend in ("auto", "chunked", "reference"):
+        before = mc.vicinity(
+            q, k, v, key_taps=taps[0], value_taps=taps[1], backend=backend, **options
+        )
+        for place in (1, 3, 4, LENGTH - 1):
+            changed = [x.clone() for x in (k, v)]
+            others = [None if x is None else x.clone() for x in taps]
+            for x in changed:
+                x[:, :, place:] = torch.randn_like(x[:, :, place:]) * 10
+            for x in others:
+                if x is not None:
+                    x[:, place:] = torch.randn_like(x[:, place:]) * 10
+            after = mc.vicinity(
+                q, *changed, key_taps=others[0], value_taps=others[1], backend=backend, **options
+            )
+            assert torch.equal(before[:, :, :place], after[:, :, :place])
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_nan_in_the_future_or_in_another_document_does_not_show(boundary):
+    q, k, v, *taps = draw(mc.Exponential(), 3, (True, True))
+    k = k.part("content")
+    options = {"key_taps": taps[0], "value_taps": taps[1], "boundary": boundary, "normalize": 0.4}
+    for filter in (FILTERS["causal"], FILTERS["documents"]):
+        before = mc.vicinity(q, k, v, filter=filter, **options)
+        broken_k, broken_v = k.clone(), v.clone()
+        broken_k[:, :, 5:], broken_v[:, :, 5:] = math.nan, math.inf
+        after = mc.vicinity(q, broken_k, broken_v, filter=filter, **options)
+        assert torch.equal(before[:, :, :5], after[:, :, :5])
+        assert after[:, :, 5:].isnan().any(-1).all()
+    alone = mc.vicinity(q, k, v, filter=mc.Documents(IDS), **options)
+    k, v = k.clone(), v.clone()
+    k[0, :, :3], v[0, :, :3] = math.nan, math.nan
+    got = mc.vicinity(q, k, v, filter=mc.Documents(IDS), **options)
+    torch.testing.assert_close(got[0, :, 3:], alone[0, :, 3:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_a_document_and_a_padded_sequence_are_as_if_alone(boundary, causal):
+    q, k, v, key_taps, value_taps = draw(mc.Exponential(), 5, (True, True))
+    base = mc.Causal() if causal else mc.Full()
+    q, k = q.part("content"), k.part("content")
+
+    def run(places, filter):
+        return mc.vicinity(
+            q[:1, :, places], k[:1, :, places], v[:1, :, places], filter=filter, normalize=0.4,
+            key_taps=key_taps[:1, places], value_taps=value_taps[:1, places], boundary=boundary,
+        )  # fmt: skip
+
+    whole = run(slice(None), base & mc.Documents(IDS[:1]))
+    for document in (slice(0, 3), slice(3, 7)):
+        torch.testing.assert_close(whole[:, :, document], run(document, base))
+    padded = run(slice(None), base & mc.Padding([4]))
+    torch.testing.assert_close(padded[:, :, :4], run(slice(0, 4), base))
+
+
+def test_the_reference_is_differentiable_twice():
+    q, k, v, *taps = draw(mc.Exponential(), 3, (True, True), shape=Shape(1, 1, 1, 3, 3, 2), batch=1)
+    given = [x[..., :2].detach() for x in (q.part("content"), k.part("content"))]
+    given = [x.requires_grad_() for x in (*given, v, *taps)]
+
+    def run(q, k, v, a, b):
+        return mc.vicinity(q, k, v, key_taps=a, value_taps=b, normalize=0.4, backend="reference")
+
+    assert torch.autograd.gradcheck(run, given)
+    assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_as_accurate_as_the_reference_in_it(dtype):
+    """At most twice the error of the reference in the same dtype, plus rounding."""
+    shape = Shape(queries=65, keys=65, values=8)
+    given = draw(mc.Exponential(), 3, (True, True), shape=shape)
+    low = [x.to(dtype) for x in (given[0].part("content"), given[1].part("content"), given[2])]
+    options = {"key_taps": given[3].float(), "value_taps": given[4].float(), "normalize": 0.4}
+    wide = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    want = mc.vicinity(*(x.double() for x in low), backend="reference", **wide)
+    error = {
+        backend: (mc.vicinity(*low, backend=backend, **options).double() - want).square().mean()
+        for backend in ("reference", "auto")
+    }
+    rounding = torch.finfo(dtype).eps * want.square().mean().sqrt()
+    assert error["auto"].sqrt() <= 2 * error["reference"].sqrt() + rounding
+
+
+def test_memory_is_linear_in_the_length():
+    """Nothing as large as all pairs is made, forward or backward."""
+    length, largest = 512, 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(x, torch.Tensor):
+                    largest = max(largest, x.numel())
+            return out
+
+    q, k, v = (torch.randn(1, 1, length, 4).requires_grad_() for _ in range(3))
+    taps = torch.randn(1, length, 1, 5).requires_grad_()
+    with Watch():
+        mc.vicinity(q, k, v, key_taps=taps, value_taps=taps, normalize=0.4).sum().backward()
+    assert largest < length * 64
+
+
+def test_dropout_keeps_the_mean_and_the_sum_of_a_kernel_drops_as_one():
+    q, k, v, *taps = draw(mc.Exponential(), 3, (True, True))
+    for kernel in (mc.Exponential(), mc.Exponential() + mc.Exponential(0.3)):
+        options = {"key_taps": taps[0], "value_taps": taps[1], "kernel": kernel}
+        want = mc.vicinity(q, k, v, **options)
+        runs = [mc.vicinity(q, k, v, dropout_p=0.3, **options) for _ in range(2000)]
+        runs = torch.stack(runs)
+        apart = (runs.mean(0) - want).abs()
+        assert (apart <= 6 * runs.std(0) / 2000**0.5 + 1e-12).all()
+        # The first query has one key, which is kept whole or dropped.
+        scale = (runs[:, :, :, 0] / want[:, :, 0]).round(decimals=6).unique()
+        assert scale.tolist() == [0.0, round(1 / 0.7, 6)]
+
+
+def test_gathering_has_the_gradient_of_indexing_and_the_same_bits_each_time():
+    ids = torch.randint(0, 5, (3, 200))
+    table = torch.randn(7, 2, 3, dtype=torch.float64).requires_grad_()
+    steer = torch.randn(3, 200, 2, 3, dtype=torch.float64)
+    (got,) = torch.autograd.grad((gather(table, ids) * steer).sum(), table)
+    (want,) = torch.autograd.grad((table[ids] * steer).sum(), table)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert not got[5:].any()
+    rows = torch.randn(600, 3)
+    first = sum_by_id(rows, ids.flatten(), 50257)
+    assert all(torch.equal(first, sum_by_id(rows, ids.flatten(), 50257)) for _ in range(3))
+    assert sum_by_id(rows[:0], ids.flatten()[:0], 4).tolist() == [[0.0] * 3] * 4
+
+
+def test_autocast_gives_the_lower_dtype():
+    q, k, v, *taps = draw(mc.Exponential(), 3, (True, True))
+    q, k, v, *taps = (x.float() for x in (q.part("content"), k.part("content"), v, *taps))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mc.vicinity(q, k, v, key_taps=taps[0], value_taps=taps[1], normalize=0.4)
+    assert out.dtype == torch.bfloat16
+    want = mc.vicinity(q, k, v, key_taps=taps[0], value_taps=taps[1], normalize=0.4)
+    torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)
+
+
+class Distant(mc.Kernel):
+    """Without a lowering."""
+
+    def log_weight(self, q, k):
+        q, k = self.select(q, k)
+        return q.tanh() @ k.tanh().mT
+
+
+def test_a_kernel_without_a_lowering_takes_the_definition():
+    q, k, v, *taps = draw(Distant(), 3, (True, True))
+    want = mc.vicinity(q, k, v, value_taps=taps[1], kernel=Distant(), backend="reference")
+    assert torch.equal(mc.vicinity(q, k, v, value_taps=taps[1], kernel=Distant()), want)
+    with pytest.raises(ValueError, match="cannot run this: the kernel has no lowering"):
+        mc.vicinity(q, k, v, value_taps=taps[1], kernel=Distant(), backend="chunked")
+
+
+X = torch.randn(2, 4, 6, 8)
+TAPS = torch.randn(2, 6, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"boundary": "right"}, "one of none, left, truncate, shrink, but came as 'right'"),
+        ({"normalize": 0.0}, "normalize must be None or a positive finite number.* 0.0"),
+        ({"normalize": math.nan}, "normalize must be .* nan"),
+        ({"value_taps": TAPS[..., :2]}, "value_taps must have an odd number of taps.* with 2"),
+        ({"key_taps": TAPS[..., :2]}, "key_taps must have an odd number of taps.* with 2"),
+        ({"value_taps": TAPS[:, :5]}, r"value_taps must be \[2, 6, 1 or 4, S\].* \[2, 5, 1, 3\]"),
+        ({"value_taps": TAPS[0]}, r"value_taps must be numbers \[B, K, H or 1, S\].* \[6, 1, 3\]"),
+        ({"value_taps": TAPS.long()}, r"value_taps must be numbers"),
+        ({"key_taps": [1.0]}, "key_taps must be numbers .* came as list"),
+        ({"key_taps": TAPS.expand(2, 6, 3, 3)}, r"key_taps must be .* came as \[2, 6, 3, 3\]"),
+        ({"key_taps": torch.cat([TAPS, TAPS])}, r"key_taps must be .* came as \[4, 6, 1, 3\]"),
+        ({"key_taps": TAPS.to("meta")}, "key_taps must be on cpu, but is on meta"),
+    ],
+)
+def test_what_came_and_what_was_expected(options, message):
+    with pytest.raises(ValueError, match=message):
+        mc.vicinity(X, X, X, **options)

@@ -29,9 +29,12 @@ class Explanation:
     because: str
     refusals: dict[str, str]
     memory: int
+    vicinity: str = ""
 
     def __str__(self) -> str:
         lines = [f"kernel    {self.formula}", f"filter    {self.filter}", f"shape     {self.shape}"]
+        if self.vicinity:
+            lines.insert(1, f"vicinity  {self.vicinity}")
         for n, term in enumerate(self.terms):
             lines.append(f"{'lowers to' if n == 0 else '        +'} {term}")
         if not self.terms:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from .explain import Explanation, explain
+from .explain import Explanation
 from .features import Features
 from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
 from .kernels import Exponential
@@ -25,6 +25,7 @@ from .nn import (
     NoPosition,
     ProductKernel,
     RelativeSinusoid,
+    TokenKernels,
 )
 
 Builder = Callable[..., KernelAttention]
@@ -200,6 +201,28 @@ def tsai2019(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
     return _attention(d_model, num_heads, options, position=ProductKernel(), symmetric=True)
 
 
+@system(
+    features="F x T",
+    kernel="that of the base: k_exp(f_q + t_q, f_k + t_k)",
+    value="(f_k + t_k) W_v, then a convolution by the kernel of the token",
+    filter="that of the base: all; causal in the decoder",
+)
+def leng2026(
+    d_model: int,
+    num_heads: int,
+    *,
+    base: str = "vaswani2017",
+    vocab_size: int = 50257,
+    tokens: TokenKernels | None = None,
+    **options: Any,
+) -> KernelAttention:
+    """Token-Wise Kernels, on a base system."""
+    if base == "leng2026":
+        raise ValueError("the base of leng2026 must be another system")
+    tokens = TokenKernels(vocab_size) if tokens is None else tokens
+    return find(base).builder(d_model, num_heads, tokens=tokens, **options)
+
+
 def _attention(
     d_model: int, num_heads: int, options: dict[str, Any], **parts: Any
 ) -> KernelAttention:
@@ -281,7 +304,7 @@ def example(
             for f in (q, k)
         )
         v = v.expand(batch, -1, length, -1)
-        return explain(attention.joined_kernel, q, k, v, filter=filter, backend=attention.backend)
+        return attention.explain_parts(q, k, v, filter)
 
 
 def lowers_to(explanation: Explanation) -> str:

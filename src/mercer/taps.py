@@ -83,7 +83,7 @@ def joined(
     joins = filter.to(device).joins(b, j, (j + d).clamp(first, first + length - 1))
     if joins is True:
         return None
-    return torch.as_tensor(joins, device=device).expand(-1, length, 2 * reach + 1)
+    return torch.as_tensor(joins, device=device).expand(b.shape[0], length, 2 * reach + 1)
 
 
 def convolve(x: Tensor, first: int, kernel: Tensor, joins: Tensor | None = None) -> Tensor:
@@ -97,7 +97,7 @@ def convolve(x: Tensor, first: int, kernel: Tensor, joins: Tensor | None = None)
     """
     if first == 0 and kernel.shape[-1] == 0:
         return torch.zeros_like(x)
-    return _Convolve.apply(x, kernel, joins, first)  # type: ignore[no-any-return]
+    return _Convolve.apply(x, kernel, joins, first)
 
 
 class _Convolve(torch.autograd.Function):
@@ -154,7 +154,7 @@ def _shown(y: Tensor, joins: Tensor | None, here: slice, d: int) -> Tensor:
 
 def gather(table: Tensor, ids: Tensor) -> Tensor:
     """table[ids], with a gradient that is the same bits each time: rows are sorted, then summed."""
-    return _Gather.apply(table, ids)  # type: ignore[no-any-return]
+    return _Gather.apply(table, ids)
 
 
 class _Gather(torch.autograd.Function):
@@ -172,7 +172,7 @@ class _Gather(torch.autograd.Function):
 
 
 def sum_by_id(rows: Tensor, ids: Tensor, count: int) -> Tensor:
-    """out[n] = the sum of the rows whose id is n, in their order; no atomics, no look at the ids."""
+    """out[n] = the sum of the rows whose id is n, in their order: no atomics."""
     ordered, order = ids.sort(stable=True)
     edges = torch.searchsorted(ordered, torch.arange(count + 1, device=ids.device))
     flat = rows.flatten(1)[order].to(accumulator(rows.dtype))

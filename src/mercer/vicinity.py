@@ -153,9 +153,7 @@ class Vicinity:
 
     def convolve(self, x: Tensor, taps: Tensor, away: int | None) -> Tensor:
         first, kernel = cut(taps, self.normalize, self.boundary, away)
-        joins = joined(
-            self.problem.filter, self.first, x.shape[2], taps.shape[-1] // 2, x.device
-        )
+        joins = joined(self.problem.filter, self.first, x.shape[2], taps.shape[-1] // 2, x.device)
         return convolve(_in_heads(x, taps), first, kernel, joins)
 
     def far(self, count: int, backend: str) -> Smoothed:

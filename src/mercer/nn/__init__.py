@@ -1,4 +1,4 @@
-"""Modules: attention from four parts, positions, caches."""
+"""Modules: attention from four parts, positions, caches, token kernels."""
 
 from .attention import KernelAttention as KernelAttention
 from .cache import Cache as Cache
@@ -14,3 +14,5 @@ from .positions import ProductKernel as ProductKernel
 from .positions import RelativeSinusoid as RelativeSinusoid
 from .positions import Rotary as Rotary
 from .positions import Sinusoid as Sinusoid
+from .tokens import Taps as Taps
+from .tokens import TokenKernels as TokenKernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,8 +15,10 @@ from ..filters import Filter, Full
 from ..kernels import Exponential, Kernel
 from ..problem import check_options
 from ..smoother import smooth
+from ..vicinity import num_cut, vicinity
 from .cache import Cache, SegmentMemory
 from .positions import Position, place
+from .tokens import TokenKernels
 
 ValueFunction = Literal["content", "content+position"]
 
@@ -33,6 +36,8 @@ class KernelAttention(nn.Module):
         symmetric: W_q = W_k, so that a valid kernel gives a valid kernel of the inputs.
         context_dim: the width of the context in cross-attention, d_model unless given.
         filter: which places are seen, unless `forward` is given another.
+        tokens: token kernels on keys or values; not copied, so that layers can share them.
+        layer: the number of this layer, for token kernels that differ between layers.
         dropout: the share of weights dropped in training.
         backend: as in `smooth`.
     """
@@ -50,6 +55,8 @@ class KernelAttention(nn.Module):
         head_dim: int | None = None,
         context_dim: int | None = None,
         filter: Filter = Full(),
+        tokens: TokenKernels | None = None,
+        layer: int = 0,
         bias: bool = False,
         dropout: float = 0.0,
         backend: str = "auto",
@@ -76,6 +83,8 @@ class KernelAttention(nn.Module):
         self.num_kv_heads, self.context_dim = num_kv_heads, context_dim
         self.tied, self.value_function = symmetric, value
         self.filter, self.dropout, self.backend = filter, dropout, backend
+        _check_tokens(tokens, num_heads, num_kv_heads)
+        self.tokens, self.layer = tokens, layer
 
         self.position = place(position, d_model, num_heads, head_dim)
         self.kernel = Exponential() if kernel is None else copy.deepcopy(kernel)
@@ -119,33 +128,82 @@ class KernelAttention(nn.Module):
         *,
         filter: Filter | None = None,
         cache: Cache | SegmentMemory | None = None,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model]; with a context, cross-attention to it.
 
         With a `Cache`, x continues what the cache has seen, and the filter is that of the whole
-        sequence. With a `SegmentMemory`, x also sees the states of earlier segments.
+        sequence. With a `SegmentMemory`, x also sees the states of earlier segments. Token kernels
+        need the ids of the tokens, [B, T]: the context's where there is one, else those of x.
         """
+        tokens = self.tokens if self.has_token_kernels else None
+        if tokens is not None:
+            token_ids = self._ids(tokens, x if context is None else context, token_ids)
         q, k, v, seen = self.parts(x, context, filter=filter, cache=cache)
-        out = smooth(
-            self.joined_kernel,
-            q,
-            k,
-            v,
-            filter=seen,
-            backend=self.backend,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        dropout_p = self.dropout if self.training else 0.0
+        if tokens is None or token_ids is None:
+            out = smooth(
+                self.joined_kernel, q, k, v, filter=seen, backend=self.backend, dropout_p=dropout_p
+            )
+        else:
+            if cache is not None and context is None:
+                token_ids = cache.extend_ids(token_ids)
+            taps = tokens(token_ids, self.layer)
+            out = vicinity(
+                q,
+                k,
+                v,
+                key_taps=taps.keys,
+                value_taps=taps.values,
+                normalize=tokens.temperature,
+                boundary=tokens.boundary,
+                kernel=self.joined_kernel,
+                filter=seen,
+                backend=self.backend,
+                dropout_p=dropout_p,
+            )
         return self.out(out.transpose(1, 2).flatten(2))
+
+    @property
+    def has_token_kernels(self) -> bool:
+        """Whether keys or values of this layer are convolved, so that it needs token ids."""
+        return self.tokens is not None and self.tokens.acts_on(self.layer)
+
+    def _ids(self, tokens: TokenKernels, x: Tensor, token_ids: Tensor | None) -> Tensor:
+        if token_ids is None:
+            raise ValueError("this layer has token kernels and needs token_ids [B, T]; none came")
+        tokens.check(token_ids)
+        if x.dim() == 3 and token_ids.shape != x.shape[:2]:
+            raise ValueError(
+                f"token_ids must be {list(x.shape[:2])}, as the keys are, "
+                f"but came as {list(token_ids.shape)}"
+            )
+        return token_ids
 
     def explain(
         self, x: Tensor, context: Tensor | None = None, *, filter: Filter | None = None
     ) -> Explanation:
         """How `forward` would run."""
-        q, k, v, seen = self.parts(x, context, filter=filter)
-        dropout_p = self.dropout if self.training else 0.0
-        return explain(
-            self.joined_kernel, q, k, v, filter=seen, backend=self.backend, dropout_p=dropout_p
+        return self.explain_parts(*self.parts(x, context, filter=filter))
+
+    def explain_parts(self, q: Features, k: Features, v: Tensor, filter: Filter) -> Explanation:
+        """How these arguments of `smooth` would run."""
+        cut = 0
+        if self.tokens is not None and self.has_token_kernels:
+            cut = num_cut(self.tokens.boundary, filter, self.tokens.size)
+        said = explain(
+            self.joined_kernel,
+            q,
+            k,
+            v,
+            filter=filter,
+            backend=self.backend,
+            dropout_p=self.dropout if self.training else 0.0,
+            return_log_mass=cut > 0,
         )
+        if self.tokens is None or not self.has_token_kernels:
+            return said
+        return replace(said, vicinity=_describe(self.tokens, cut))
 
     def parts(
         self,
@@ -243,6 +301,25 @@ class KernelAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"value={self.value_function!r}, filter={self.filter}, symmetric={self.tied}"
+
+
+def _check_tokens(tokens: object, num_heads: int, num_kv_heads: int) -> None:
+    if tokens is None:
+        return
+    if not isinstance(tokens, TokenKernels):
+        raise ValueError(f"tokens must be TokenKernels, but came as {type(tokens).__name__}")
+    if tokens.heads not in (None, 1, num_kv_heads, num_heads):
+        raise ValueError(
+            f"tokens has kernels for {tokens.heads} heads, but the layer has {num_heads}, "
+            f"and {num_kv_heads} for keys and values"
+        )
+
+
+def _describe(tokens: TokenKernels, cut: int) -> str:
+    what = {"k": "keys", "v": "values", "kv": "keys and values"}[tokens.on]
+    near = "no key" if not cut else "the nearest key" if cut == 1 else f"the {cut} nearest keys"
+    said = f"{what} by {tokens.size} taps a token; a query sees {near} cut"
+    return f"{said} ({tokens.boundary}), beside the call below" if cut else said
 
 
 def _check_sizes(

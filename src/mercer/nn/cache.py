@@ -19,6 +19,8 @@ class Cache:
     def __init__(self) -> None:
         self._keys: dict[str, Tensor] = {}
         self._values: Tensor | None = None
+        # Token kernels mix a key with those after it: keys are kept as they came, with their ids.
+        self._token_ids: Tensor | None = None  # [B, K]
         self.start = 0
         self.asked: int | None = None
 
@@ -54,6 +56,17 @@ class Cache:
         self._keys = {name: _after(self._keys[name], x) for name, x in keys.items()}
         self._values = torch.cat([self._values, values], 2)
 
+    def extend_ids(self, token_ids: Tensor) -> Tensor:
+        """The ids of all tokens so far; these are the last, [B, K]."""
+        known = self._token_ids
+        self._token_ids = token_ids if known is None else torch.cat([known, token_ids], 1)
+        if self._token_ids.shape[1] != self.length:
+            raise ValueError(
+                f"the cache holds {self.length} keys, but the ids of {self._token_ids.shape[1]} "
+                "tokens: token kernels need the ids of all"
+            )
+        return self._token_ids
+
     def hold(self, keys: Features, values: Tensor) -> None:
         """The keys and values of a context, which stay as they are."""
         self._keys, self._values, self.asked = dict(keys.items()), values, 0
@@ -72,6 +85,7 @@ class Cache:
         elif self._values is not None:
             self._keys = {name: x[:, :, :length] for name, x in self._keys.items()}
             self._values = self._values[:, :, :length]
+            self._token_ids = None if self._token_ids is None else self._token_ids[:, :length]
 
     def reorder(self, index: Tensor) -> None:
         """Keep these sequences in this order, as beam search asks."""
@@ -80,6 +94,7 @@ class Cache:
             # A part with batch 1 is the same for all sequences.
             self._keys = {n: x[index] if x.shape[0] == count else x for n, x in self._keys.items()}
             self._values = self._values[index]
+            self._token_ids = None if self._token_ids is None else self._token_ids[index]
 
 
 def _after(before: Tensor, x: Tensor) -> Tensor:
@@ -96,6 +111,7 @@ class SegmentMemory:
         self.capacity = length
         self.seen = 0
         self._states: Tensor | None = None
+        self._token_ids: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -110,4 +126,11 @@ class SegmentMemory:
         whole = x if self._states is None else torch.cat([self._states, x], 1)
         self._states = whole[:, max(whole.shape[1] - self.capacity, 0) :].detach()
         self.seen += x.shape[1]
+        return whole
+
+    def extend_ids(self, token_ids: Tensor) -> Tensor:
+        """The same for the ids of the tokens, [B, M + T]."""
+        known = self._token_ids
+        whole = token_ids if known is None else torch.cat([known, token_ids], 1)
+        self._token_ids = whole[:, max(whole.shape[1] - self.capacity, 0) :]
         return whole

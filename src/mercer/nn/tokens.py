@@ -1,0 +1,167 @@
+"""Token-Wise Kernels (TWiKers): every token has a small convolution kernel on keys or values."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..taps import Boundary, check_boundary, check_size, check_temperature, gather
+
+Target = Literal["k", "v", "kv"]
+
+
+class Taps(NamedTuple):
+    """What `vicinity` takes, each [B, T, H or 1, S]."""
+
+    keys: Tensor | None
+    values: Tensor | None
+
+
+class TokenKernels(nn.Module):
+    """a_token[d], d from -p to p: softmax(weight / temperature), or the weight itself.
+
+    At the start all kernels are the central Dirac: attention is what it would be without them.
+
+    Args:
+        vocab_size, size: how many tokens, and how many taps each; odd.
+        on: "k" for keys, "v" for values, "kv" for both.
+        heads: a kernel for each head; shared by all unless given.
+        layers: kernels of their own for this many first layers, and none for later ones; 1 is the
+            first layer only. Shared by all layers unless given.
+        temperature: that of the softmax; None for free taps.
+        boundary: which taps a query sees near itself, as in `vicinity`.
+        start: the logit of the central tap at the start, in temperatures. 10 is the published one,
+            which leaves 4.5e-5 on each neighbour; 20 leaves 2e-9, for a pretrained model.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int = 3,
+        *,
+        on: Target = "v",
+        heads: int | None = None,
+        layers: int | None = None,
+        temperature: float | None = 0.4,
+        boundary: Boundary = "shrink",
+        start: float = 10.0,
+    ) -> None:
+        super().__init__()
+        check_size(size)
+        check_boundary(boundary)
+        check_temperature("temperature", temperature)
+        if on not in ("k", "v", "kv"):
+            raise ValueError(f"on must be 'k', 'v' or 'kv', but came as {on!r}")
+        for name, count in (("vocab_size", vocab_size), ("heads", heads), ("layers", layers)):
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, but came as {count}")
+        if not math.isfinite(start):
+            raise ValueError(f"start must be a finite number, but came as {start}")
+        self.vocab_size, self.size, self.on = vocab_size, size, on
+        self.heads, self.layers = heads, layers
+        self.temperature, self.boundary, self.start = temperature, boundary, start
+        self.weight = nn.Parameter(torch.empty(vocab_size, layers or 1, len(on), heads or 1, size))
+        self._checked: tuple[weakref.ref[Tensor], int] | None = None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The central Dirac for all tokens."""
+        self.weight.zero_()
+        centre = 1.0 if self.temperature is None else self.start * self.temperature
+        self.weight[..., self.size // 2] = centre
+
+    def acts_on(self, layer: int) -> bool:
+        """Whether this layer has token kernels."""
+        return self.layers is None or layer < self.layers
+
+    def forward(self, token_ids: Tensor, layer: int = 0) -> Taps:
+        """The taps of these tokens, before the softmax."""
+        if not self.acts_on(layer):
+            return Taps(None, None)
+        self.check(token_ids)
+        table = self.weight[:, layer if self.layers is not None else 0]  # [V, targets, H or 1, S]
+        taps = dict(zip(self.on, gather(table, token_ids).unbind(2), strict=True))
+        return Taps(taps.get("k"), taps.get("v"))
+
+    def check(self, token_ids: Tensor) -> None:
+        """Raise where an id has no kernel."""
+        if not isinstance(token_ids, Tensor) or token_ids.dim() != 2:
+            came = list(token_ids.shape) if isinstance(token_ids, Tensor) else type(token_ids)
+            raise ValueError(f"token_ids must be [B, T], but came as {came}")
+        if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+            raise ValueError(f"token_ids must be whole numbers, but came as {token_ids.dtype}")
+        if torch.compiler.is_compiling() or token_ids.device.type == "meta":
+            return
+        # All layers get the same ids, and each look at them waits for an accelerator.
+        known = self._checked
+        if known is not None and known[0]() is token_ids and known[1] == token_ids._version:
+            return
+        outside = token_ids[(token_ids < 0) | (token_ids >= self.vocab_size)]
+        if outside.numel():
+            raise ValueError(
+                f"token id {int(outside[0])} is outside the vocabulary of {self.vocab_size}"
+            )
+        self._checked = (weakref.ref(token_ids), token_ids._version)
+
+    def kernels(self) -> Tensor:
+        """The kernels themselves, [vocab, layers, targets, heads, size]."""
+        if self.temperature is None:
+            return self.weight
+        return (self.weight / self.temperature).softmax(-1)
+
+    @torch.no_grad()
+    def deviation(self) -> Tensor:
+        """|kernel - Dirac| of each token, [vocab]; the mean where a token has several kernels."""
+        apart = self.kernels().double()
+        apart[..., self.size // 2] -= 1.0
+        return torch.linalg.vector_norm(apart, dim=-1).flatten(1).mean(-1)
+
+    @classmethod
+    def load_published(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        on: Target = "v",
+        heads: int = 1,
+        temperature: float = 0.4,
+        boundary: Boundary = "shrink",
+    ) -> TokenKernels:
+        """The authors' weights: a tensor [vocab, 2 heads size], key taps and then value taps."""
+        # Tensors only: nothing in the file is run.
+        table = torch.load(path, map_location="cpu", weights_only=True)
+        whole = isinstance(table, Tensor) and table.dim() == 2 and table.shape[1] % (2 * heads) == 0
+        if not whole:
+            came = list(table.shape) if isinstance(table, Tensor) else type(table).__name__
+            raise ValueError(
+                f"published weights are one tensor [vocab, 2 * {heads} * size], but {path} "
+                f"holds {came}"
+            )
+        size = table.shape[1] // (2 * heads)
+        kernels = cls(
+            table.shape[0],
+            size,
+            on=on,
+            heads=None if heads == 1 else heads,
+            temperature=temperature,
+            boundary=boundary,
+        )
+        both = table.float().view(-1, 1, 2, heads, size)
+        with torch.no_grad():
+            kernels.weight.copy_(both[:, :, ["kv".index(target) for target in on]])
+        return kernels
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.vocab_size}, {self.size}, on={self.on!r}, heads={self.heads}, "
+            f"layers={self.layers}, temperature={self.temperature}, boundary={self.boundary!r}"
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        # A weak reference cannot be copied or saved.
+        return self.__dict__ | {"_checked": None}
