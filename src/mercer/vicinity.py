@@ -99,8 +99,11 @@ def vicinity(
     for name, taps in (("key_taps", key_taps), ("value_taps", value_taps)):
         _check_taps(name, taps, problem)
     call = Vicinity(problem, key_taps, value_taps, normalize, boundary)
-    with torch.autocast(problem.v.device.type, enabled=False):
+    if not torch.is_autocast_enabled(problem.v.device.type):
         result = call.solve(backend)
+    else:
+        with torch.autocast(problem.v.device.type, enabled=False):
+            result = call.solve(backend)
     if not return_log_mass:
         return result.out
     assert result.log_mass is not None
@@ -128,8 +131,8 @@ class Vicinity:
         if backend == "reference":
             return self.reference()
         taps = [x for x in (self.key_taps, self.value_taps) if x is not None]
-        cuts = (num_cut(self.boundary, self.problem.filter, x.shape[-1]) for x in taps)
-        count = max(cuts, default=0)
+        size = max([1, *(x.shape[-1] for x in taps)])
+        count = num_cut(self.boundary, self.problem.filter, size)
         if not count:
             return solve(self.seen(None), backend)
         near = self.near(count)
