@@ -45,6 +45,22 @@ def average(a, log_weight, v, visible):
     return torch.einsum("bhij,bhjd->bihd", share, v).flatten(2) @ a.out.weight.T
 
 
+IDS = torch.tensor([[0, 1, 2, 1, 3, 0, 4, 2], [4, 4, 1, 0, 2, 3, 3, 1]])
+
+
+def leng2026(a, x):
+    """vaswani2017 with v~_j = sum_d softmax(u / 0.4)[d] v_{j+d}, u the kernel of token j."""
+    f = x + sinusoid(range(LENGTH))
+    q, k, v = (in_heads(f, linear.weight) for linear in (a.query, a.key, a.value))
+    kernel = (a.tokens.weight[IDS][:, :, 0, 0, 0] / 0.4).softmax(-1)  # [B, T, 3]
+    mixed = torch.zeros_like(v)
+    for j in range(LENGTH):
+        for d in (-1, 0, 1):
+            if 0 <= j + d < LENGTH:
+                mixed[:, :, j] += kernel[:, j, d + 1, None, None] * v[:, :, j + d]
+    return average(a, inner(q, k) / math.sqrt(DIM), mixed, everything)
+
+
 def everything(i, j):
     return True
 
@@ -138,6 +154,7 @@ SYSTEMS = {
         lambda a, x: direct_sum(a, x, sinusoid(range(LENGTH)), everything),
     ),
     "tsai2019": ({}, tsai2019),
+    "leng2026": ({"vocab_size": 5}, leng2026),
 }
 PARTS = ("feature space", "kernel", "value", "filter")
 
@@ -147,6 +164,10 @@ def build(name, **options):
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return attention
+
+
+def call(a, x):
+    return a(x, token_ids=IDS) if a.has_token_kernels else a(x)
 
 
 def close(got, want):
@@ -163,20 +184,20 @@ def taking(a, x):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_system_is_its_formula(name):
     a, x = build(name), draw()
-    close(a(x), SYSTEMS[name][1](a, x))
+    close(call(a, x), SYSTEMS[name][1](a, x))
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_system_gives_the_same_on_every_backend(name):
     a, x = build(name, backend="reference"), draw()
-    want = a(x)
+    want = call(a, x)
     grads = torch.autograd.grad(want.square().sum(), list(a.parameters()))
     names = taking(a, x)
     assert "chunked" in names
     assert ("sdpa" in names) == (name not in ("shaw2018", "huang2018"))
     for backend in (*names, "auto"):
         a.backend = backend
-        got = a(x)
+        got = call(a, x)
         close(got, want)
         for g, w in zip(
             torch.autograd.grad(got.square().sum(), list(a.parameters())), grads, strict=True
@@ -268,6 +289,29 @@ def test_tsai2019_saves_a_third_of_the_matrices_of_dai2019():
         return sum(p.numel() for n, p in kept.items() if n.endswith("weight"))
 
     assert 3 * matrices("tsai2019") == 2 * matrices("dai2019") == 6 * WIDTH**2
+
+
+@pytest.mark.parametrize("base", ["shaw2018", "dai2019", "tsai2019"])
+def test_leng2026_adds_token_kernels_to_any_base(base):
+    """At the start of free taps it is the base; what it is given reaches the base."""
+    tokens = mn.TokenKernels(5, temperature=None)
+    a = systems.build("leng2026", WIDTH, HEADS, base=base, tokens=tokens, bias=True).double()
+    other = systems.build(base, WIDTH, HEADS, bias=True).double()
+    other.load_state_dict({n: p for n, p in a.state_dict().items() if n != "tokens.weight"})
+    x = draw()
+    close(call(a, x), other(x))
+    torch.nn.init.normal_(tokens.weight)
+    assert (call(a, x) - other(x)).abs().max() > 1e-3
+
+
+def test_leng2026_has_the_tokens_of_gpt2_unless_told_otherwise():
+    a = systems.build("leng2026", WIDTH, HEADS)
+    assert a.tokens.weight.shape == (50257, 1, 1, 1, 3)
+    assert "values by 3 taps a token" in str(systems.example(a, 1, 4))
+    with pytest.raises(ValueError, match="must be another system"):
+        systems.build("leng2026", WIDTH, HEADS, base="leng2026")
+    with pytest.raises(ValueError, match="no system 'gpt2'"):
+        systems.build("leng2026", WIDTH, HEADS, base="gpt2")
 
 
 def test_an_unknown_system_raises_with_the_names():
