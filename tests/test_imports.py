@@ -24,6 +24,7 @@ ORDER = [
     ("explain", "vicinity"),
     ("nn",),
     ("systems",),
+    ("inspect",),
     ("testing",),
     ("__init__",),
     ("bench",),

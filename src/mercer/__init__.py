@@ -1,5 +1,6 @@
 """Attention as a kernel smoother: feature space, kernel, value function, set filter."""
 
+from . import inspect as inspect
 from . import nn as nn
 from . import systems as systems
 from .explain import Explanation as Explanation
