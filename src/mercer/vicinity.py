@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .dispatch import choose
 from .features import Features, Input
-from .filters import Causal, Earlier, Filter, Full
+from .filters import And, Causal, Earlier, Filter, Full, Memory, Padding, Window
 from .kernels import Exponential, Kernel
 from .links import Power
 from .problem import Problem, prepare
@@ -163,17 +163,21 @@ class Vicinity:
         """All keys but the nearest, whose kernels are whole."""
         whole = replace(self.seen(None), log_mass=True)
         num_queries, num_keys = whole.q.length, whole.k.length
-        simple = whole.filter.simplify(num_queries, num_keys)
-        if whole.kernel.relative or not isinstance(simple, Causal | Full):
+        moved = None
+        if not whole.kernel.relative:
+            simple = whole.filter.simplify(num_queries, num_keys)
+            moved = _moved(simple, count, num_queries, num_keys)
+        if moved is None:
             return solve(replace(whole, filter=whole.filter & Earlier(count)), backend)
-        # Without the last keys, a query stands beside the last one that it sees: causal again.
+        # Without the last keys, a query stands beside the last one that it sees: causal again,
+        # which more backends know than a gap.
         blind = count if num_queries == num_keys else 0
         short = replace(
             whole,
             q=_slice(whole.q, slice(blind, None)),
             k=_slice(whole.k, slice(None, num_keys - count)),
             v=whole.v[:, :, : num_keys - count],
-            filter=simple,
+            filter=moved,
         )
         out, log_mass, sign = solve(short, backend)
         assert log_mass is not None
@@ -297,6 +301,26 @@ def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
 def _in_heads(x: Tensor, taps: Tensor) -> Tensor:
     """x in as many heads as the taps have, where they have more."""
     return x if taps.shape[2] in (1, x.shape[1]) else repeat(x, x.shape[0], taps.shape[2])
+
+
+def _moved(filter: Filter, count: int, num_queries: int, num_keys: int) -> Filter | None:
+    """What a query sees but its `count` nearest keys, as seen from `count` places before it."""
+    match filter:
+        case Causal():
+            return filter
+        case Full() if num_queries <= 1:
+            return filter
+        case Window(left=left, right=0) if left < 0 or left >= count:
+            return Causal() if left < 0 else Window(left - count, 0)
+        case Memory(length=length, start=start):
+            return Memory(length, num_keys - num_queries if start is None else start)
+        case Padding():
+            return filter.until(num_keys - count, 0)
+        case And(filters=filters) if filter.causal:
+            parts = [_moved(part, count, num_queries, num_keys) for part in filters]
+            kept = [part for part in parts if part is not None]
+            return And(tuple(kept)) if len(kept) == len(parts) else None
+    return None
 
 
 def _slice(x: Features, places: slice) -> Features:
