@@ -114,6 +114,20 @@ def test_kernels_are_shared_per_layer_or_of_the_first_layer_only():
     assert (first(x, token_ids=ids) - plain(first, x)).abs().max() > 1e-3
 
 
+def test_kernels_on_keys_end_the_symmetry_and_those_on_values_do_not():
+    for on, symmetric in (("v", True), ("k", False), ("kv", False)):
+        tokens = mn.TokenKernels(VOCAB, on=on)
+        assert mn.KernelAttention(WIDTH, HEADS, symmetric=True, tokens=tokens).valid == symmetric
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_ids_may_be_of_any_whole_type(dtype):
+    layer, (x, ids) = make(mn.TokenKernels(VOCAB)), draw()
+    (want,) = torch.autograd.grad(layer(x, token_ids=ids).sum(), layer.tokens.weight)
+    (got,) = torch.autograd.grad(layer(x, token_ids=ids.to(dtype)).sum(), layer.tokens.weight)
+    assert torch.equal(got, want)
+
+
 def test_layers_share_one_table():
     tokens = mn.TokenKernels(VOCAB)
     layers = torch.nn.ModuleList(

@@ -154,7 +154,7 @@ def _shown(y: Tensor, joins: Tensor | None, here: slice, d: int) -> Tensor:
 
 def gather(table: Tensor, ids: Tensor) -> Tensor:
     """table[ids], with a gradient that is the same bits each time: rows are sorted, then summed."""
-    return _Gather.apply(table, ids)
+    return _Gather.apply(table, ids.long())
 
 
 class _Gather(torch.autograd.Function):

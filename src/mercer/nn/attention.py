@@ -114,6 +114,8 @@ class KernelAttention(nn.Module):
     @property
     def symmetric(self) -> bool:
         """Whether k(x, y) = k(y, x) for the inputs themselves."""
+        if self.tokens is not None and self.has_token_kernels and "k" in self.tokens.on:
+            return False
         return self.tied and self.position.symmetric and self.joined_kernel.symmetric
 
     @property
