@@ -8,8 +8,9 @@ import torch
 from catalogue import COMPOSED, KERNELS
 
 import mercer as mc
+from mercer.filters import Earlier
 from mercer.taps import BOUNDARIES, gather, sum_by_id
-from mercer.testing import Shape, inputs
+from mercer.testing import Shape, check_filter, inputs
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 7, 8
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 2]])
@@ -203,6 +204,11 @@ def test_keys_and_values_may_have_kernels_of_different_sizes():
     value_taps = torch.randn(BATCH, LENGTH, 1, 7, dtype=torch.float64)
     want = grads_of(mc.Exponential(), q, k, v, key_taps, value_taps, backend="reference")
     assert_same(grads_of(mc.Exponential(), q, k, v, key_taps, value_taps), want)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 3])
+def test_the_gap_before_a_query_is_a_filter_like_any_other(gap):
+    check_filter(Earlier(gap))
 
 
 def test_without_taps_it_is_smooth():
