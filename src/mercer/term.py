@@ -123,6 +123,25 @@ class Relative:
         return torch.cat([left.expand(ends), self.table, right.expand(ends)], -1)
 
 
+class Scored(Relative):
+    """bias(i, j) = <q_i, rows[clip(i - j, -c, c) + c]>: a table that is formed when asked for."""
+
+    q: Tensor  # [B, H, Q, D]
+    rows: Tensor  # [1 or H, 2c + 1, D], in the accumulator's dtype
+
+    def __init__(self, *, q: Tensor, rows: Tensor) -> None:
+        object.__setattr__(self, "q", q)
+        object.__setattr__(self, "rows", rows)
+
+    @property
+    def table(self) -> Tensor:
+        return self.q.to(self.rows.dtype) @ self.rows.mT
+
+    @property
+    def clip(self) -> int:
+        return (self.rows.shape[-2] - 1) // 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slope:
     """bias(i, j) = -slope |i - j|."""
@@ -159,13 +178,18 @@ class Term:
         return any(link.signed for link in self.links)
 
     @property
-    def table(self) -> Tensor | None:
-        """The relative table of a resolved term."""
+    def relative(self) -> Relative | None:
+        """The one bias of a resolved term."""
         if not self.biases:
             return None
         (bias,) = self.biases
         assert isinstance(bias, Relative)
-        return bias.table
+        return bias
+
+    @property
+    def table(self) -> Tensor | None:
+        """The relative table of a resolved term."""
+        return None if self.relative is None else self.relative.table
 
     def resolve(self, num_queries: int, num_keys: int, *, causal: bool) -> Term:
         """The same weights with at most one bias: slopes become columns or join one table."""

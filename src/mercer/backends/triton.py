@@ -226,7 +226,7 @@ class _Fused(torch.autograd.Function):
         table: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         inputs = Inputs.of(tensors, table, lengths, ids, seed)
-        out, lse, low, ready = triton_launch.forward(inputs, static)
+        out, lse, low, (ctx.plan, ready) = triton_launch.forward(inputs, static)
         ctx.static = static
         ctx.save_for_backward(lengths, ids, seed, table, out, lse, low, *ready, *tensors)
         return out, lse
@@ -235,9 +235,9 @@ class _Fused(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
         lengths, ids, seed, table, out, lse, low, *rest = ctx.saved_tensors
-        ready, tensors = Numbers(*rest[:5]), tuple(rest[5:])
+        kept, tensors = (ctx.plan, Numbers(*rest[:5])), tuple(rest[5:])
         inputs = Inputs.of(tensors, table, lengths, ids, seed)
-        grads = triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, ctx.static, ready)
+        grads = triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, ctx.static, kept)
         return None, None, None, None, None if table is None else grads.pop(), *grads
 
 

@@ -9,7 +9,8 @@ t_ij = <q_i, k_j> + col_j,
 
 What a loop would pay for at every pair is left to the end of a block, where it is one operation for
 each row: sum_j ds_ij <q_i, k_j> = <q_i, sum_j ds_ij k_j>, and a number per key that is -|k_j|^2 / 2
-adds -dcol_j k_j to dk_j.
+adds -dcol_j k_j to dk_j. The product has rounded ds_ij, though. A link's scale, whose gradient is a
+smaller difference of larger sums, is summed pair by pair.
 """
 
 import triton
@@ -114,14 +115,14 @@ def _weights(
 def _keys_span(
     dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, head0, head1, q0_base, q1_base,
     grad_base, S0, S1, R0, R1, LSE2, DELTA, table, lengths, ids, line, j, b, bh, first, place,
-    num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, e0, e1, dv,
+    num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, stt, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
     CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
     DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
     CHECK: tl.constexpr = MASK or not EVEN
@@ -159,10 +160,10 @@ def _keys_span(
             t0 += c0[:, None]
         bias = 0.0
         if BIAS == 1:
-            far = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
+            far = table + n.to(tl.int64) * stt + 2 * CLIP
             lse2 = lse2 - LOG2E * tl.load(far, mask=inside, other=0.0)
         elif BIAS == 2:
-            bias = _bias(table, i[None, :], j[:, None], n[None, :], num_queries, CLIP)
+            bias = _bias(table, stt, i[None, :], j[:, None], n[None, :], num_queries, CLIP)
         seen = j[:, None] >= 0
         if MASK:
             seen = _visible(
@@ -184,7 +185,8 @@ def _keys_span(
             kept = _kept(seed, bh, n[None, :], j[:, None], num_queries, num_keys, dropout)
             dropped = tl.where(kept, p, 0.0) / (1.0 - dropout)
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
-        dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
+        if PART != 2:
+            dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
         g = dp - delta
         if MASK:
             g = tl.where(seen, g, 0.0)
@@ -194,10 +196,11 @@ def _keys_span(
             u0 = u0 * (PARAM0 * rate)
         elif MODE0 == 2:
             u0 = u0 * scale0
-        dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
-        if DCOL0:
+        if PART != 2:
+            dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
+        if DCOL0 and PART != 2:
             dc0 += tl.sum(u0, 1)
-        if E1 > 0:
+        if E1 > 0 and PART != 1:
             u1 = u0
             if not SAME:
                 u1 = g * pull1
@@ -212,13 +215,13 @@ def _keys_span(
 @triton.jit
 def _store_keys(
     dk, dc, k, c, scale, DK, DC, DS, keys, sums, j, num_keys, width,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, DCOL: tl.constexpr,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, SUM: tl.constexpr,
     SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """dk, dcol and the keys' share of dscale, from sums without the scale of a head."""
     inside = j < num_keys
     if WANT and MODE == 1:
-        tl.store(DS + sums + j, c * dc if DCOL else tl.zeros_like(c), mask=inside)
+        tl.store(DS + sums + j, c * dc if SUM else tl.zeros_like(c), mask=inside)
     if MODE != 2 and not SCALED:
         dk = dk * scale
         dc = dc * scale
@@ -236,7 +239,7 @@ def backward_keys(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA,
     DK0, DK1, DV, DC0, DC1, DS0, DS1,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -246,9 +249,12 @@ def backward_keys(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dcol of one block of keys, for one query head."""
+    """dk, dv and dcol of one block of keys, for one query head.
+
+    PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
+    """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), bh % num_heads
     block = tl.program_id(0)
@@ -257,8 +263,10 @@ def backward_keys(
     line = bh.to(tl.int64) * num_queries
     k0 = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, j, e0, E0, num_keys, True)
     v = _rows(V_ + b * svb + (h // group_v) * svh, svt, j, dv, V, num_keys, True)
-    DCOL0: tl.constexpr = NORM0 or SAVE_COL0 or (WANT0 and HAS_COL0 and MODE0 == 1)
-    DCOL1: tl.constexpr = NORM1 or SAVE_COL1 or (WANT1 and HAS_COL1 and MODE1 == 1)
+    SUM0: tl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1 and LINK0 == IDENTITY
+    SUM1: tl.constexpr = WANT1 and HAS_COL1 and MODE1 == 1 and LINK1 == IDENTITY
+    DCOL0: tl.constexpr = NORM0 or SAVE_COL0 or SUM0
+    DCOL1: tl.constexpr = NORM1 or SAVE_COL1 or SUM1
     c0 = tl.zeros((BN,), tl.float32)
     c1 = tl.zeros((BN,), tl.float32)
     if HAS_COL0:
@@ -275,7 +283,7 @@ def backward_keys(
             c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
     table = TABLE
     if CLIP >= 0:
-        table = TABLE + line * (2 * CLIP + 1)
+        table = TABLE + b * stb + h * sth
     dk0 = tl.zeros((BN, E0), tl.float32)
     dv_ = tl.zeros((BN, V), tl.float32)
     dc0 = tl.zeros((BN,), tl.float32)
@@ -316,26 +324,28 @@ def backward_keys(
                 dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
                 _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
                 _head(GRAD, 1, line, 0, dv, TMA), S0, S1, R0, R1, LSE2, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
-                num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, e0, e1, dv, E0, E1, V,
+                num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, stt, e0, e1, dv, E0, E1, V,
                 LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
                 _reach(CLIP, span, 2), FILTER, _form(FORM, _reach(CLIP, span, 2)), SAME,
-                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, TMA,
+                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM,
+                TMA, PART,
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
-    _store_keys(
-        dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, j, num_keys, e0, E0, MODE0, NORM0,
-        DCOL0, SAVE_COL0, WANT0, FORM == POLY,
-    )  # fmt: skip
-    if E1 > 0:
+    if PART != 2:
+        _store_keys(
+            dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, j, num_keys, e0, E0, MODE0, NORM0,
+            SUM0, SAVE_COL0, WANT0, FORM == POLY,
+        )  # fmt: skip
+        e = tl.arange(0, V)
+        target = DV + (keys + j[:, None].to(tl.int64)) * dv + e[None, :]
+        mask = (j < num_keys)[:, None] & (e[None, :] < dv)
+        tl.store(target, dv_.to(DV.dtype.element_ty), mask=mask)
+    if E1 > 0 and PART != 1:
         _store_keys(
             dk1, dc1, k1, c1, head1, DK1, DC1, DS1, keys, sums, j, num_keys, e1, E1, MODE1, NORM1,
-            DCOL1, SAVE_COL1, WANT1, False,
+            SUM1, SAVE_COL1, WANT1, False,
         )  # fmt: skip
-    e = tl.arange(0, V)
-    target = DV + (keys + j[:, None].to(tl.int64)) * dv + e[None, :]
-    mask = (j < num_keys)[:, None] & (e[None, :] < dv)
-    tl.store(target, dv_.to(DV.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -343,7 +353,7 @@ def _queries_span(
     dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, start, stop, q0, q1, grad, scale0, scale1,
     row0, row1, rate, lse2, delta, k0, k1, v, col0, col1, table, dtable, lengths, ids, i, n, b, bh,
     h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
-    stride_ids, e0, e1, dv,
+    stride_ids, stt, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
@@ -355,7 +365,7 @@ def _queries_span(
     """The keys from start to stop, for dq and what belongs to a query."""
     CHECK: tl.constexpr = MASK or not EVEN
     # A scale of each query has a gradient that needs the numbers themselves.
-    EACH: tl.constexpr = WANT0 and MODE0 == 2
+    EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY
     next0, next1 = lse2, lse2
     if HAS_COL0 and (EACH or not SPREAD):
         next0 = _numbers(col0, start, num_keys, BN)
@@ -389,7 +399,7 @@ def _queries_span(
             next1 = _numbers(col1, first_key + BN, num_keys, BN)
         bias = 0.0
         if BIAS == 2:
-            bias = _bias(table, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
+            bias = _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
         seen = j[None, :] >= 0
         if MASK:
             seen = _visible(
@@ -410,7 +420,9 @@ def _queries_span(
         dq0 = tl.dot(u0.to(kb0.dtype), kb0, dq0, input_precision=PRECISION)
         if HAS_ROW0:
             dr0 += tl.sum(u0, 1)
-        if WANT0 and HAS_COL0 and MODE0 == 2:
+        if WANT0 and LINK0 != IDENTITY:
+            ds0 += tl.sum(u0 * t0, 1)
+        elif WANT0 and HAS_COL0 and MODE0 == 2:
             ds0 += tl.sum(u0 * c0, 1)
         if E1 > 0:
             u1 = u0
@@ -419,7 +431,9 @@ def _queries_span(
             dq1 = tl.dot(u1.to(kb1.dtype), kb1, dq1, input_precision=PRECISION)
             if HAS_ROW1:
                 dr1 += tl.sum(u1, 1)
-            if WANT1 and HAS_COL1 and MODE1 == 2:
+            if WANT1 and LINK1 != IDENTITY:
+                ds1 += tl.sum(u1 * t1, 1)
+            elif WANT1 and HAS_COL1 and MODE1 == 2:
                 ds1 += tl.sum(u1 * c1, 1)
         if BIAS == 2:
             away = i[:, None] - j[None, :]
@@ -437,14 +451,15 @@ def _queries_span(
 @triton.jit
 def _store_queries(
     dq, ds, dr, q, row, scale, DQ, DS, DR, line, sums, n, num_queries, width,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, HAS_ROW: tl.constexpr,
-    WANT: tl.constexpr,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, LINK: tl.constexpr, NORM: tl.constexpr,
+    HAS_ROW: tl.constexpr, WANT: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale and drow, from sums without the scale."""
     inside = n < num_queries
     wide = q.to(tl.float32)
     if WANT:
-        ds += tl.sum(wide * dq, 1)
+        if LINK == IDENTITY:
+            ds += tl.sum(wide * dq, 1)
         if NORM and HAS_ROW:
             ds += dr * row / scale
         tl.store(DS + sums + n, ds, mask=inside)
@@ -464,7 +479,7 @@ def backward_queries(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
     DQ0, DQ1, DS0, DS1, DR0, DR1, DTABLE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -515,9 +530,9 @@ def backward_queries(
     table, dtable = TABLE, DTABLE
     far = none
     if CLIP >= 0:
-        table = TABLE + line * (2 * CLIP + 1)
+        table = TABLE + b * stb + h * sth
         dtable = DTABLE + line * (2 * CLIP + 1)
-        last = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
+        last = table + n.to(tl.int64) * stt + 2 * CLIP
         far = LOG2E * tl.load(last, mask=inside, other=0.0)
     dq0 = tl.zeros((BM, E0), tl.float32)
     ds0, ds1, dr0, dr1, inner, later, earlier = none, none, none, none, none, none, none
@@ -550,7 +565,7 @@ def backward_queries(
                 grad, scale0, scale1, row0, row1, rate, lse2 - far if span == 1 else lse2, delta,
                 k0, k1, v, col0, col1, table, dtable, LENGTHS, IDS, i, n, b, bh, h0, h1,
                 hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
-                stride_ids, e0, e1, dv, E0,
+                stride_ids, stt, e0, e1, dv, E0,
                 E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0,
                 HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER, _form(FORM, _reach(CLIP, span, 1)),
                 SAME, span == 0 or span == 3, EVEN, WANT0, WANT1, DROPOUT, PRECISION, BN, SPREAD,
@@ -564,17 +579,17 @@ def backward_queries(
             tl.store(DS0 + sums + n, PARAM0 * grad_lse / scale0, mask=inside)
         _store_queries(
             dq0, none, none, q0, none, PARAM0 * rate, DQ0, DS0, DR0, line, sums, n, num_queries,
-            e0, E0, 2, False, False, False,
+            e0, E0, 2, LINK0, False, False, False,
         )  # fmt: skip
     else:
         _store_queries(
             dq0, ds0, dr0, q0, row0, scale0, DQ0, DS0, DR0, line, sums, n, num_queries, e0, E0,
-            MODE0, NORM0, HAS_ROW0, WANT0,
+            MODE0, LINK0, NORM0, HAS_ROW0, WANT0,
         )  # fmt: skip
     if E1 > 0:
         _store_queries(
             dq1, ds1, dr1, q1, row1, scale1, DQ1, DS1, DR1, line, sums, n, num_queries, e1, E1,
-            MODE1, NORM1, HAS_ROW1, WANT1,
+            MODE1, LINK1, NORM1, HAS_ROW1, WANT1,
         )  # fmt: skip
     if CLIP >= 0:
         ends = dtable + n.to(tl.int64) * (2 * CLIP + 1)

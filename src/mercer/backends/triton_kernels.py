@@ -112,9 +112,22 @@ def _scaled(t, scale, row, LINK: tl.constexpr, HAS_ROW: tl.constexpr):
 
 
 @triton.jit
+def _split(x, target, n, inside):
+    """Store numbers as COLUMNS columns of half precision that add up to them."""
+    e = tl.arange(0, COLUMNS)[None, :]
+    dtype = target.dtype.element_ty
+    high = x.to(dtype).to(tl.float32)
+    middle = (x - high).to(dtype).to(tl.float32)
+    low = x - high - middle
+    parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
+    parts = tl.where(e < 3, parts, 0.0)
+    tl.store(target + n[:, None] * COLUMNS + e, parts.to(dtype), mask=inside[:, None])
+
+
+@triton.jit
 def half_norms(
-    X, S, OUT, number, stride, num_heads, length, width, sxb, sxh, sxt,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr,
+    X, S, OUT, SPLIT_OUT, number, stride, num_heads, length, width, sxb, sxh, sxt,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """-|x|^2 / 2 of every place, times a scale; NaN where x is not finite."""
     bh = tl.program_id(1)
@@ -124,23 +137,17 @@ def half_norms(
     x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True).to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     line = bh.to(tl.int64) * length
-    scale = _scale(S, number, stride, h, line, n, inside, MODE)
-    tl.store(OUT + line + n, -0.5 * tl.sum(x * x, 1) * scale, mask=inside)
+    norm = -0.5 * tl.sum(x * x, 1) * _scale(S, number, stride, h, line, n, inside, MODE)
+    tl.store(OUT + line + n, norm, mask=inside)
+    if SPLIT:
+        _split(norm, SPLIT_OUT, line + n, inside)
 
 
 @triton.jit
 def split_columns(COL, OUT, count, BM: tl.constexpr):
-    """Numbers as COLUMNS columns of half precision that add up to them, [count, COLUMNS]."""
+    """Numbers as columns, [count, COLUMNS]."""
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    e = tl.arange(0, COLUMNS)[None, :]
-    x = tl.load(COL + n, mask=n < count, other=0.0)
-    high = x.to(OUT.dtype.element_ty).to(tl.float32)
-    middle = (x - high).to(OUT.dtype.element_ty).to(tl.float32)
-    low = x - high - middle
-    parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
-    parts = tl.where(e < 3, parts, 0.0)
-    target = OUT + n[:, None] * COLUMNS + e
-    tl.store(target, parts.to(OUT.dtype.element_ty), mask=(n < count)[:, None])
+    _split(tl.load(COL + n, mask=n < count, other=0.0), OUT, n, n < count)
 
 
 @triton.jit
@@ -270,10 +277,10 @@ def _block(
 
 
 @triton.jit
-def _bias(table, i, j, n, num_queries, CLIP: tl.constexpr):
+def _bias(table, stride, i, j, n, num_queries, CLIP: tl.constexpr):
     """table[n, clip(i - j) + c], to the base 2."""
     index = tl.minimum(tl.maximum(i - j, -CLIP), CLIP) + CLIP
-    pointers = table + n.to(tl.int64) * (2 * CLIP + 1) + index
+    pointers = table + n.to(tl.int64) * stride + index
     return LOG2E * tl.load(pointers, mask=n < num_queries, other=0.0)
 
 
@@ -321,7 +328,7 @@ def _ones(BM: tl.constexpr, dtype: tl.constexpr):
 def _forward_span(
     acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
     table, lengths, ids, i, n, b, bh, h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0,
-    skt0, skb1, skt1, svb, svt, stride_ids, e0, e1, dv,
+    skt0, skb1, skt1, svb, svt, stride_ids, stt, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
@@ -397,7 +404,7 @@ def _forward_span(
                 e += other
                 a = a * a1
             if BIAS == 2:
-                e += _bias(table, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
+                e += _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
             if FORM == FLAT:
                 # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
@@ -427,7 +434,7 @@ def _forward_span(
 def forward(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, OUT, LOW, LSE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -468,8 +475,8 @@ def forward(
     table = TABLE
     far = none
     if CLIP >= 0:
-        table = TABLE + line * (2 * CLIP + 1)
-        last = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
+        table = TABLE + b * stb + h * sth
+        last = table + n.to(tl.int64) * stt + 2 * CLIP
         far = LOG2E * tl.load(last, mask=inside, other=0.0)
 
     acc = tl.zeros((BM, V), tl.float32)
@@ -512,7 +519,7 @@ def forward(
                 acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
                 far if span == 1 else none, k0, k1, v, col0, col1, table, LENGTHS, IDS, i, n, b, bh,
                 h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb,
-                svt, stride_ids, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1,
+                svt, stride_ids, stt, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1,
                 HAS_ROW0, HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER,
                 _form(FORM, _reach(CLIP, span, 1)), SAME, span == 0 or span == 3, EVEN, DROPOUT,
                 PRECISION, BN, INSIDE, SPREAD, TMA,

@@ -56,13 +56,16 @@ class Distance(Kernel):
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s^2, [H or 1, 1, 1]."""
-        s = self.bandwidth(x.shape[-1]).to(accumulator(x.dtype))
-        if s.dim() and s.numel() not in (1, x.shape[1]):
+        log = self.log_bandwidth.to(accumulator(x.dtype))
+        if log.dim() and log.numel() not in (1, x.shape[1]):
             raise ValueError(
-                f"the kernel has bandwidths for {s.numel()} heads, "
+                f"the kernel has bandwidths for {log.numel()} heads, "
                 f"but the queries have {x.shape[1]}"
             )
-        return s.reshape(-1, 1, 1) ** -2
+        precision = (-2.0 * log).exp()
+        if self.relative_to_default:
+            precision = precision * _default(x.shape[-1]) ** -2
+        return precision.reshape(-1, 1, 1)
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = self.select(q, k)
