@@ -10,6 +10,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
+from mercer.backends import triton_launch
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, rounding_of
@@ -129,3 +130,29 @@ def test_it_compiles_as_one_graph():
         results.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
     for a, b in zip(*results, strict=True):
         assert (a - b).abs().max() <= 1e-5 * (1 + a.abs().max())
+
+
+def test_two_wide_parts_take_a_pass_each():
+    kernel = mc.Exponential() * mc.Exponential(on="position")
+    compare(kernel, mc.Causal(), Shape(queries=70, keys=70, values=16), 128)
+
+
+@pytest.mark.parametrize("name", ["rbf-per-head", "polynomial", "matern-3/2", "eq-9"])
+@pytest.mark.parametrize(
+    "filter", [mc.Causal(), mc.Padding([300, 1500])], ids=["causal", "padding"]
+)
+def test_few_queries_cut_the_keys_into_parts(name, filter, monkeypatch):
+    parts = []
+    splits = triton_launch._splits
+    monkeypatch.setattr(
+        triton_launch, "_splits", lambda *given: parts.append(splits(*given)) or parts[-1]
+    )
+    kernel = ALL[name]().to(DEVICE)
+    case = Case(kernel, filter, Shape(batch=2, queries=3, keys=1500), DIM, 0, torch.float32, DEVICE)
+    q, k, v = case.inputs()
+    with torch.no_grad():
+        got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)
+    want = case.run("reference", log_mass=True, wide=True)
+    assert parts == [2]
+    assert (got[0] - want["out"]).abs().max() < 1e-5
+    assert (got[1] - want["log_mass"]).abs().max() < 1e-4

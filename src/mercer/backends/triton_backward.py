@@ -126,8 +126,8 @@ def _keys_span(
 ):  # fmt: skip
     """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
     CHECK: tl.constexpr = MASK or not EVEN
-    # Wider products have no registers to spare for two at once.
-    EARLY: tl.constexpr = E0 + E1 <= 64
+    # Wider products, and tables, leave no registers to spare for two at once.
+    EARLY: tl.constexpr = E0 + E1 <= 64 and CLIP < 0
     for first_query in tl.range(start, stop, BM):
         n = first_query + tl.arange(0, BM)
         i = n + place
@@ -385,9 +385,10 @@ def _queries_span(
                 t0 = tl.dot(q1, tl.trans(kb1), t0, input_precision=PRECISION)
             else:
                 t1 = tl.dot(q1, tl.trans(kb1), input_precision=PRECISION)
-        # Started before the weights are formed, so that the two run side by side.
         values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
-        dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        if CLIP < 0:
+            # Started before the weights are formed, so that the two run side by side.
+            dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         if HAS_COL0 and (EACH or not SPREAD):
             c0 = next0[None, :]
             if not SPREAD:
@@ -410,6 +411,8 @@ def _queries_span(
             lse2[:, None], rate[:, None], seen, E1, LINK0, LINK1, PARAM0, PARAM1, HAS_ROW0,
             HAS_ROW1, BIAS, MASK, FORM, SAME,
         )  # fmt: skip
+        if CLIP >= 0:
+            dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         if DROPOUT:
             kept = _kept(seed, bh, n[:, None], j[None, :], num_queries, num_keys, dropout)
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)

@@ -571,3 +571,87 @@ def merge(
     out = acc / safe[:, None]
     tl.store(OUT + n[:, None] * dv + e[None, :], out.to(OUT.dtype.element_ty), mask=mask)
     tl.store(LSE + n, tl.where(empty, float("-inf"), peak + tl.log(safe)), mask=inside)
+
+
+@triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """x as the sum of two of this dtype; float32 as it is, and zero."""
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def scores(
+    X, ROWS, OUT, num_heads, length, count, width, sxb, sxh, sxt, srh,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """<x_i, row_r> in float32 for all rows, [B, H, T, count]."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
+    rows = _rows(ROWS + h * srh, width, r, width, WIDTH, count, True)
+    high, low = _halves(rows, x.dtype)
+    out = tl.dot(x, tl.trans(high), input_precision=PRECISION)
+    out = tl.dot(x, tl.trans(low), out, input_precision=PRECISION)
+    target = OUT + (bh.to(tl.int64) * length + n[:, None]) * count + r[None, :]
+    tl.store(target, out, mask=(n < length)[:, None] & (r < count)[None, :])
+
+
+@triton.jit
+def scores_to_queries(
+    GRAD, ROWS, DX, num_heads, length, count, width, srh,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """sum_r dscore_ir row_r."""
+    bh = tl.program_id(1)
+    h = bh % num_heads
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    acc = tl.zeros((BM, WIDTH), tl.float32)
+    line = bh.to(tl.int64) * length
+    for start in tl.range(0, count, BR):
+        r = start + tl.arange(0, BR)
+        mask = (n < length)[:, None] & (r < count)[None, :]
+        grad = tl.load(GRAD + (line + n[:, None]) * count + r[None, :], mask=mask, other=0.0)
+        rows = _rows(ROWS + h * srh, width, r, width, WIDTH, count, True)
+        if HALF:
+            gh, gl = _halves(grad, tl.bfloat16)
+            rh, rl = _halves(rows, tl.bfloat16)
+            acc = tl.dot(gh, rh, acc)
+            acc = tl.dot(gh, rl, acc)
+            acc = tl.dot(gl, rh, acc)
+        else:
+            acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
+    e = tl.arange(0, WIDTH)
+    target = DX + (line + n[:, None]) * width + e[None, :]
+    mask = (n < length)[:, None] & (e < width)[None, :]
+    tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scores_to_rows(
+    X, GRAD, DROWS, num_heads, length, count, width, sxb, sxh, sxt,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sum_i dscore_ir x_i over a part of the places, [B H, parts, count, width]."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    acc = tl.zeros((BR, WIDTH), tl.float32)
+    line = bh.to(tl.int64) * length
+    first = tl.program_id(0) * PART
+    for start in tl.range(first, tl.minimum(first + PART, length), BM):
+        n = start + tl.arange(0, BM)
+        mask = (r < count)[:, None] & (n < length)[None, :]
+        grad = tl.load(GRAD + (line + n[None, :]) * count + r[:, None], mask=mask, other=0.0)
+        x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
+        high, low = _halves(grad, x.dtype)
+        acc = tl.dot(high, x, acc, input_precision=PRECISION)
+        acc = tl.dot(low, x, acc, input_precision=PRECISION)
+    e = tl.arange(0, WIDTH)
+    parts = bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    target = DROWS + (parts * count + r[:, None]) * width + e[None, :]
+    tl.store(target, acc, mask=(r < count)[:, None] & (e < width)[None, :])

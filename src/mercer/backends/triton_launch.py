@@ -386,6 +386,7 @@ SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
     ("keys", 64, "link"): (64, 64, 4, 3),
     ("keys", 128, "plain"): (32, 64, 4, 3),
     ("keys", 128, "keyed"): (64, 64, 4, 2),
+    ("keys", 128, "each"): (32, 64, 4, 3),
     ("keys", 128, "parts"): (64, 64, 4, 2),
     ("keys", 128, "table"): (64, 64, 4, 2),
     ("keys", 128, "link"): (32, 64, 4, 3),
@@ -395,6 +396,7 @@ SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
     ("keys", 512, "plain"): (32, 32, 8, 1),
     ("keys", 512, "link"): (16, 32, 8, 1),
     ("queries", 64, "link"): (64, 64, 4, 3),
+    ("queries", 64, "table"): (64, 32, 4, 3),
     ("queries", 128, "plain"): (128, 64, 8, 3),
     ("queries", 128, "parts"): (64, 64, 4, 3),
     ("queries", 128, "table"): (64, 32, 4, 3),
@@ -408,7 +410,11 @@ SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
 # Where numbers per key are columns of a product; elsewhere they are added to it.
 SPREADS = {("forward", 64), ("queries", 64), ("queries", 128)}
 # What needs more is tried in this order.
-FALLBACKS = {"keyed": ("plain", "link"), "parts": ("plain", "link"), "table": ("link",)}
+FALLBACKS = {
+    "each": ("keyed", "plain", "link"),
+    "keyed": ("plain", "link"),
+    "parts": ("plain", "link"),
+}
 SPLIT = (16, 64, 4, 3)
 
 
@@ -427,7 +433,7 @@ def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
     linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
     needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
     if needs == "plain" and c["HAS_COL0"]:
-        needs = "keyed"
+        needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = _bucket(p)
     for name in (needs, *FALLBACKS.get(needs, ("link",))):
         if (kind, bucket, name) in SIZES:
@@ -622,3 +628,55 @@ def _reduced(grad: Tensor, given: Tensor) -> Tensor:
     if given.shape[0] != grad.shape[0]:
         grad = grad.sum(0, keepdim=True, dtype=torch.float32)
     return grad.to(given.dtype)
+
+
+# Places of a sum that one program takes.
+PART = 1024
+
+
+def _scoring(x: Tensor) -> dict[str, Any]:
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    # Blocks of float32 are twice as large.
+    block = 32 if x.dtype == torch.float32 else 64
+    return {"WIDTH": room(x.shape[-1]), "BM": 64, "BR": block, "PRECISION": precision}
+
+
+def scores(x: Tensor, rows: Tensor) -> Tensor:
+    """<x_i, row_r> in float32, [B, H, T, R], for x [B, H, T, D] and rows [1 or H, R, D]."""
+    x, rows = _readable(x), rows.contiguous()
+    batch, heads, length, width = x.shape
+    count = rows.shape[1]
+    out = rows.new_empty(batch, heads, length, count)
+    constants = _scoring(x)
+    blocks = -(-count // constants["BR"])
+    _helper(
+        "scores", (-(-length // 64), batch * heads, blocks), constants, (x, rows, out),
+        (heads, length, count, width, *_strides(x, batch), _per_head(rows)),
+    )  # fmt: skip
+    return out
+
+
+def scores_backward(grad: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the rows."""
+    given, x, rows = rows, _readable(x), rows.contiguous()
+    batch, heads, length, width = x.shape
+    count, parts = rows.shape[1], -(-length // PART)
+    constants = _scoring(x)
+    dx = x.new_empty(x.shape)
+    half = x.dtype.itemsize == 2
+    _helper(
+        "scores_to_queries", (-(-length // 64), batch * heads, 1), constants | {"HALF": half},
+        (grad, rows, dx), (heads, length, count, width, _per_head(rows)),
+    )  # fmt: skip
+    sums = rows.new_empty(batch, heads, parts, count, width)
+    _helper(
+        "scores_to_rows", (parts, batch * heads, -(-count // constants["BR"])),
+        constants | {"PART": PART}, (x, grad, sums),
+        (heads, length, count, width, *_strides(x, batch)),
+    )  # fmt: skip
+    drows = sums.sum((0, 2))
+    return dx, drows if given.shape[0] == heads else drows.sum(0, keepdim=True)
+
+
+def _per_head(rows: Tensor) -> int:
+    return 0 if rows.shape[0] == 1 else rows.stride(0)
