@@ -214,7 +214,7 @@ def test_no_head_starts_blind_or_frozen():
     """On normalised tokens of a random embedding, at lengths from 256 to 2048."""
     a = mn.GaussianAttention(1280, 10, normalize=True)
     for length in (256, 2048):
-        report = a.report(torch.randn(1, length, 1280)[:, :, :])
+        report = a.report(torch.randn(1, length, 1280))
         assert max(h.self_weight for h in report) < 0.4
         assert min(h.neighbours for h in report) > 10
         sizes = [h.neighbours for h in report]
