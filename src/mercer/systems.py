@@ -1,7 +1,7 @@
 """The systems of the papers, each as its four parts.
 
 A system is one entry: what the table says of it, and how to build it. Options of `build` override
-any argument of `nn.KernelAttention`.
+any argument of `nn.KernelAttention`, or of the layer that the system is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
 from .kernels import Exponential
 from .nn import (
     DirectSum,
+    GaussianAttention,
     Grid2D,
     KernelAttention,
     Learned,
@@ -27,7 +28,8 @@ from .nn import (
     RelativeSinusoid,
 )
 
-Builder = Callable[..., KernelAttention]
+Attention = KernelAttention | GaussianAttention
+Builder = Callable[..., Attention]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,14 +202,20 @@ def tsai2019(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
     return _attention(d_model, num_heads, options, position=ProductKernel(), symmetric=True)
 
 
+@system(features="F", kernel="exp(-|f_q - f_k|^2 / 2 s_h^2)", value="f_k", filter="causal")
+def kundu2026(d_model: int, num_heads: int, **options: Any) -> GaussianAttention:
+    """Gaussian Kernel Attention, without projections."""
+    return GaussianAttention(d_model, num_heads, **options)
+
+
 def _attention(
     d_model: int, num_heads: int, options: dict[str, Any], **parts: Any
 ) -> KernelAttention:
     return KernelAttention(d_model, num_heads, **(parts | options))
 
 
-def build(name: str, d_model: int, num_heads: int, **options: Any) -> KernelAttention:
-    """The attention of a system; options override its parts, as in `nn.KernelAttention`."""
+def build(name: str, d_model: int, num_heads: int, **options: Any) -> Attention:
+    """The attention of a system; options override its parts, as in the layer's own arguments."""
     return find(name).builder(d_model, num_heads, **options)
 
 
@@ -264,7 +272,7 @@ def table() -> Table:
 
 
 def example(
-    attention: KernelAttention,
+    attention: Attention,
     batch: int,
     length: int,
     dtype: torch.dtype = torch.float32,

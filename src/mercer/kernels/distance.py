@@ -44,7 +44,7 @@ class Distance(Kernel):
         super().__init__()
         self.on = on
         self.relative_to_default = bandwidth is None
-        log = _log_bandwidth(bandwidth, heads)
+        log = read_bandwidth(bandwidth, heads)
         if trainable:
             self.log_bandwidth = nn.Parameter(log)
         else:
@@ -209,7 +209,8 @@ def _default(dim: int) -> float:
     return math.sqrt(math.sqrt(dim) / 2)
 
 
-def _log_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
+def read_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
+    """log s, checked: one number or one per head; zeros where none is given."""
     if heads is not None and heads < 1:
         raise ValueError(f"heads must be at least 1, but came as {heads}")
     if bandwidth is None:
