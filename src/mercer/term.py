@@ -77,10 +77,14 @@ class Apart(Factor):
     backend that can form them on its way does not.
     """
 
+    _col: Tensor | None
+    _row: Tensor | None
+
     def __init__(
         self, *, q: Tensor, k: Tensor, scale: Tensor | float = 1.0, link: Link | None = None
     ) -> None:
-        for name, value in (("q", q), ("k", k), ("scale", scale), ("link", link)):
+        given = {"q": q, "k": k, "scale": scale, "link": link, "_col": None, "_row": None}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -89,12 +93,18 @@ class Apart(Factor):
 
     @property
     def col(self) -> Tensor:
-        return half_norm(self.k)
+        if self._col is None:
+            object.__setattr__(self, "_col", half_norm(self.k))
+        assert self._col is not None
+        return self._col
 
     @property
     def row(self) -> Tensor:
-        scale = self.scale[..., 0] if isinstance(self.scale, Tensor) else self.scale
-        return scale * half_norm(self.q)
+        if self._row is None:
+            scale = self.scale[..., 0] if isinstance(self.scale, Tensor) else self.scale
+            object.__setattr__(self, "_row", scale * half_norm(self.q))
+        assert self._row is not None
+        return self._row
 
 
 def half_norm(x: Tensor) -> Tensor:
@@ -128,14 +138,18 @@ class Scored(Relative):
 
     q: Tensor  # [B, H, Q, D]
     rows: Tensor  # [1 or H, 2c + 1, D], in the accumulator's dtype
+    _table: Tensor | None
 
     def __init__(self, *, q: Tensor, rows: Tensor) -> None:
-        object.__setattr__(self, "q", q)
-        object.__setattr__(self, "rows", rows)
+        for name, value in (("q", q), ("rows", rows), ("_table", None)):
+            object.__setattr__(self, name, value)
 
     @property
     def table(self) -> Tensor:
-        return self.q.to(self.rows.dtype) @ self.rows.mT
+        if self._table is None:
+            object.__setattr__(self, "_table", self.q.to(self.rows.dtype) @ self.rows.mT)
+        assert self._table is not None
+        return self._table
 
     @property
     def clip(self) -> int:
