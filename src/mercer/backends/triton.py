@@ -104,10 +104,13 @@ def run(task: Task) -> Smoothed:
     options = (*(scored or ()), none if table is None else table)
     trains = learns and any(x.requires_grad for x in (*given, *options))
     static = Static(
-        tuple(facts), rule.numbers, rule.first, rule.simple, task.dropout_p, trains, shape
-    )
+        tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
+        triton_launch.by_tokens(q[0]), shape,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
-        out, lse, _ = fused(list(given), table, rule.lengths, rule.ids, task.seed, static.text())
+        out, lse, _ = fused(
+            list(given), table, rule.lengths, rule.ids, task.seed, static.text(), static.sizes()
+        )
     else:
         out, lse = _Fused.apply(
             static, rule.lengths, rule.ids, task.seed, table, *(scored or (None, None)), *given
@@ -258,19 +261,19 @@ class _Fused(torch.autograd.Function):
 @torch.library.custom_op("mercer::fused", mutates_args=())
 def fused(
     tensors: list[Tensor], table: Tensor | None, lengths: Tensor | None, ids: Tensor | None,
-    seed: Tensor | None, static: str,
+    seed: Tensor | None, static: str, sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The forward for compiled graphs: (out, log_mass, what rounding took from out)."""
     inputs = Inputs.of(tuple(tensors), table, lengths, ids, seed)
-    out, lse, low, _ = triton_launch.forward(inputs, parse(static))
+    out, lse, low, _ = triton_launch.forward(inputs, parse(static, sizes))
     return out, lse, low
 
 
 @fused.register_fake
 def _(tensors: list[Tensor], table: Tensor | None, lengths: Any, ids: Any, seed: Any,
-      static: str) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    known, v = parse(static), Inputs.of(tuple(tensors), None, None, None, None).v
-    out = v.new_empty(*known.shape, v.shape[-1])
+      static: str, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    known, v = parse(static, sizes), Inputs.of(tuple(tensors), None, None, None, None).v
+    out = triton_launch.empty(v, *known.shape, v.shape[-1], known.tokens)
     lse = v.new_empty(known.shape, dtype=torch.float32)
     low = triton_launch.keeps_low(known, table, v)
     return out, lse, torch.empty_like(out) if low else lse.new_empty(0)
@@ -280,33 +283,42 @@ def _(tensors: list[Tensor], table: Tensor | None, lengths: Any, ids: Any, seed:
 def fused_backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor,
     tensors: list[Tensor], table: Tensor | None, lengths: Tensor | None, ids: Tensor | None,
-    seed: Tensor | None, static: str,
+    seed: Tensor | None, static: str, sizes: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """The backward for compiled graphs."""
     inputs = Inputs.of(tuple(tensors), table, lengths, ids, seed)
-    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, parse(static))
+    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, parse(static, sizes))
 
 
 @fused_backward.register_fake
 def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, low: Any, tensors: list[Tensor],
       table: Tensor | None, lengths: Any, ids: Any, seed: Any,
-      static: str) -> list[Tensor]:  # fmt: skip
-    given = (*tensors, *([] if table is None else [table]))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+      static: str, sizes: list[int]) -> list[Tensor]:  # fmt: skip
+    known = parse(static, sizes)
+    grads = []
+    for n, x in enumerate(tensors):
+        features = n <= 2 * len(known.slots) and x.shape[:2] == known.shape[:2]
+        # Sums over heads or sequences that share a tensor are contiguous.
+        grad = x.new_empty(x.shape)
+        if features and known.tokens:
+            batch, heads, length, width = x.shape
+            grad = triton_launch.empty(x, batch, heads, length, width, True)
+        grads.append(grad)
+    return grads if table is None else [*grads, table.new_empty(table.shape)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, table, lengths, ids, seed, ctx.static = inputs
+    tensors, table, lengths, ids, seed, ctx.static, ctx.sizes = inputs
     ctx.save_for_backward(*output, lengths, ids, seed, table, *tensors)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Any, ...]:
     out, lse, low, lengths, ids, seed, table, *tensors = ctx.saved_tensors
     grads = fused_backward(
-        grad_out, grad_lse, out, lse, low, tensors, table, lengths, ids, seed, ctx.static
+        grad_out, grad_lse, out, lse, low, tensors, table, lengths, ids, seed, ctx.static, ctx.sizes
     )
     dtable = None if table is None else grads.pop()
-    return grads, dtable, None, None, None, None
+    return grads, dtable, None, None, None, None, None
 
 
 fused.register_autograd(_backward, setup_context=_save)

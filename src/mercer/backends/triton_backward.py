@@ -35,6 +35,7 @@ from .triton_kernels import (
     _power,
     _query_range,
     _reach,
+    _row_of,
     _rows,
     _scale,
     _scaled,
@@ -44,19 +45,22 @@ from .triton_kernels import (
 
 @triton.jit
 def delta(
-    OUT, LOW, GRAD, LSE, GRAD_LSE, DELTA, LSE2, rows, dv,
-    V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr,
+    OUT, LOW, GRAD, LSE, GRAD_LSE, DELTA, LSE2, num_heads, length, dv,
+    V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """<dO_i, O_i> - dlog_mass_i, and log_mass to the base 2, infinite where a row sees nothing."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     e = tl.arange(0, V)
-    inside = n < rows
-    offset = n[:, None] * dv + e[None, :]
+    inside = n < length
+    offset = _row_of(b, h, n, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
     mask = inside[:, None] & (e[None, :] < dv)
     out = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
     if HAS_LOW:
         out += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(GRAD + offset, mask=mask, other=0.0).to(tl.float32)
+    n += bh.to(tl.int64) * length
     lse = tl.load(LSE + n, mask=inside, other=0.0)
     grad_lse = tl.load(GRAD_LSE + n, mask=inside, other=0.0)
     tl.store(DELTA + n, tl.sum(out * grad, 1) - grad_lse, mask=inside)
@@ -112,10 +116,23 @@ def _weights(
 
 
 @triton.jit
+def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKENS: tl.constexpr):
+    """Where dO of a head begins, and the stride of its rows."""
+    if TMA:
+        base, stride = GRAD, dv
+    elif TOKENS:
+        base, stride = GRAD + (b * num_queries * num_heads + h) * dv, num_heads * dv
+    else:
+        base, stride = GRAD + line * dv, dv
+    return base, stride
+
+
+@triton.jit
 def _keys_span(
     dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, head0, head1, q0_base, q1_base,
     grad_base, S0, S1, R0, R1, LSE2, DELTA, table, lengths, ids, line, j, b, bh, first, place,
-    num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, stt, e0, e1, dv,
+    num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids, stt, e0, e1,
+    dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
@@ -151,7 +168,7 @@ def _keys_span(
                 t1 = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
                 if HAS_COL1:
                     t1 += c1[:, None]
-        grad = _block(grad_base, b, h, 1, dv, first_query, dv, num_queries, BM, V, CHECK, TMA)
+        grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
         delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
         if EARLY:
             # Started before the weights are formed, so that the two run side by side.
@@ -214,7 +231,7 @@ def _keys_span(
 
 @triton.jit
 def _store_keys(
-    dk, dc, k, c, scale, DK, DC, DS, keys, sums, j, num_keys, width,
+    dk, dc, k, c, scale, DK, DC, DS, keys, sums, rows, j, num_keys, width,
     WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, SUM: tl.constexpr,
     SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +245,7 @@ def _store_keys(
     if NORM:
         dk -= dc[:, None] * k.to(tl.float32)
     e = tl.arange(0, WIDTH)
-    target = DK + (keys + j[:, None].to(tl.int64)) * width + e[None, :]
+    target = DK + rows[:, None] * width + e[None, :]
     tl.store(target, dk.to(DK.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
     if SAVE_COL:
         tl.store(DC + keys + j, dc, mask=inside)
@@ -249,7 +266,7 @@ def backward_keys(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    TMA: tl.constexpr, PART: tl.constexpr,
+    TMA: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
@@ -305,6 +322,7 @@ def backward_keys(
     else:
         sure_start = stop
         sure_stop = stop
+    grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA, TOKENS)
     for span in tl.static_range(4):
         # In turn: masked, within the table's reach, beyond it, masked.
         beyond = sure_start
@@ -323,8 +341,8 @@ def backward_keys(
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
                 dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
                 _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
-                _head(GRAD, 1, line, 0, dv, TMA), S0, S1, R0, R1, LSE2, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
-                num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, stt, e0, e1, dv, E0, E1, V,
+                grad_head, S0, S1, R0, R1, LSE2, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
+                num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids, stt, e0, e1, dv, E0, E1, V,
                 LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
                 _reach(CLIP, span, 2), FILTER, _form(FORM, _reach(CLIP, span, 2)), SAME,
                 span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM,
@@ -332,18 +350,19 @@ def backward_keys(
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
+    rows = _row_of(b, h, j.to(tl.int64), num_heads, num_keys, TOKENS)
     if PART != 2:
         _store_keys(
-            dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, j, num_keys, e0, E0, MODE0, NORM0,
+            dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, E0, MODE0, NORM0,
             SUM0, SAVE_COL0, WANT0, FORM == POLY,
         )  # fmt: skip
         e = tl.arange(0, V)
-        target = DV + (keys + j[:, None].to(tl.int64)) * dv + e[None, :]
+        target = DV + rows[:, None] * dv + e[None, :]
         mask = (j < num_keys)[:, None] & (e[None, :] < dv)
         tl.store(target, dv_.to(DV.dtype.element_ty), mask=mask)
     if E1 > 0 and PART != 1:
         _store_keys(
-            dk1, dc1, k1, c1, head1, DK1, DC1, DS1, keys, sums, j, num_keys, e1, E1, MODE1, NORM1,
+            dk1, dc1, k1, c1, head1, DK1, DC1, DS1, keys, sums, rows, j, num_keys, e1, E1, MODE1, NORM1,
             SUM1, SAVE_COL1, WANT1, False,
         )  # fmt: skip
 
@@ -453,7 +472,7 @@ def _queries_span(
 
 @triton.jit
 def _store_queries(
-    dq, ds, dr, q, row, scale, DQ, DS, DR, line, sums, n, num_queries, width,
+    dq, ds, dr, q, row, scale, DQ, DS, DR, line, sums, rows, n, num_queries, width,
     WIDTH: tl.constexpr, MODE: tl.constexpr, LINK: tl.constexpr, NORM: tl.constexpr,
     HAS_ROW: tl.constexpr, WANT: tl.constexpr,
 ):  # fmt: skip
@@ -473,7 +492,7 @@ def _store_queries(
         else:
             tl.store(DR + line + n, dr, mask=inside)
     e = tl.arange(0, WIDTH)
-    target = DQ + (line + n[:, None].to(tl.int64)) * width + e[None, :]
+    target = DQ + rows[:, None] * width + e[None, :]
     tl.store(target, dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
 
 
@@ -492,7 +511,7 @@ def backward_queries(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale, drow and dtable of one block of queries."""
     bh = tl.program_id(1)
@@ -505,7 +524,8 @@ def backward_queries(
     line = bh.to(tl.int64) * num_queries
     none = tl.zeros((BM,), tl.float32)
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
-    grad = _rows(GRAD + line * dv, dv, n, dv, V, num_queries, True)
+    grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, False, TOKENS)
+    grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
     scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
     lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
@@ -575,23 +595,24 @@ def backward_queries(
                 TMA,
             )  # fmt: skip
     sums = line + bh.to(tl.int64) * num_keys
+    rows = _row_of(b, h, n.to(tl.int64), num_heads, num_queries, TOKENS)
     if FORM == POLY:
         # The scale moves all weights of a row alike: it acts on log_mass alone.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         if WANT0:
             tl.store(DS0 + sums + n, PARAM0 * grad_lse / scale0, mask=inside)
         _store_queries(
-            dq0, none, none, q0, none, PARAM0 * rate, DQ0, DS0, DR0, line, sums, n, num_queries,
+            dq0, none, none, q0, none, PARAM0 * rate, DQ0, DS0, DR0, line, sums, rows, n, num_queries,
             e0, E0, 2, LINK0, False, False, False,
         )  # fmt: skip
     else:
         _store_queries(
-            dq0, ds0, dr0, q0, row0, scale0, DQ0, DS0, DR0, line, sums, n, num_queries, e0, E0,
+            dq0, ds0, dr0, q0, row0, scale0, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, E0,
             MODE0, LINK0, NORM0, HAS_ROW0, WANT0,
         )  # fmt: skip
     if E1 > 0:
         _store_queries(
-            dq1, ds1, dr1, q1, row1, scale1, DQ1, DS1, DR1, line, sums, n, num_queries, e1, E1,
+            dq1, ds1, dr1, q1, row1, scale1, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, E1,
             MODE1, LINK1, NORM1, HAS_ROW1, WANT1,
         )  # fmt: skip
     if CLIP >= 0:

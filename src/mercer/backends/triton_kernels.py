@@ -257,6 +257,16 @@ def _rows(base, stride, index, width, WIDTH: tl.constexpr, limit, CHECK: tl.cons
 
 
 @triton.jit
+def _row_of(b, h, n, num_heads, length, TOKENS: tl.constexpr):
+    """Which row of an output belongs to place n of a head: head by head, or token by token."""
+    if TOKENS:
+        out = (b * length + n) * num_heads + h
+    else:
+        out = (b * num_heads + h) * length + n
+    return out
+
+
+@triton.jit
 def _head(tensor, b, h, stride_b, stride_h, TMA: tl.constexpr):
     """Where a head begins; the copy engine finds it by itself."""
     return tensor if TMA else tensor + b * stride_b + h * stride_h
@@ -443,7 +453,7 @@ def forward(
     CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
-    INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
+    INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys."""
     bh = tl.program_id(1)
@@ -533,9 +543,12 @@ def forward(
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
     e = tl.arange(0, V)
+    target = _row_of(b, h, n.to(tl.int64), num_heads, num_queries, TOKENS)
     if SPLIT:
-        line += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * num_queries
-    target = (line + n[:, None].to(tl.int64)) * dv + e[None, :]
+        part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) * num_queries
+        line += part
+        target += part
+    target = target[:, None] * dv + e[None, :]
     mask = inside[:, None] & (e[None, :] < dv)
     rounded = out.to(OUT.dtype.element_ty)
     tl.store(OUT + target, rounded, mask=mask)

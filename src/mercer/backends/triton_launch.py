@@ -41,15 +41,21 @@ class Static(NamedTuple):
 
     slots: tuple[Slot, ...]
     filter: tuple[tuple[int, ...], ...]
-    first: int
     simple: bool
     dropout_p: float
     trains: bool
+    first: int
+    tokens: bool  # outputs and gradients lie token by token, [B, T, H, D] in memory
     shape: tuple[int, int, int]  # batch, heads, queries
 
     def text(self) -> str:
-        """For operators, which take numbers, text and tensors."""
-        return repr((tuple(tuple(slot) for slot in self.slots), *self[1:]))
+        """What has no size, for operators, which take numbers, text and tensors."""
+        slots = tuple(tuple(slot) for slot in self.slots)
+        return repr((slots, self.filter, self.simple, self.dropout_p, self.trains))
+
+    def sizes(self) -> list[int]:
+        """The rest: a compiled graph may leave these open."""
+        return [self.first, int(self.tokens), *self.shape]
 
     @property
     def precise(self) -> bool:
@@ -57,10 +63,18 @@ class Static(NamedTuple):
         return self.trains and any(slot.wants for slot in self.slots)
 
 
+def parse(text: str, sizes: list[int]) -> Static:
+    """What `text` and `sizes` said."""
+    first, tokens, batch, heads, num_queries = sizes
+    slots, filter, simple, dropout_p, trains = _parsed(text)
+    shape = (batch, heads, num_queries)
+    return Static(slots, filter, simple, dropout_p, trains, first, bool(tokens), shape)
+
+
 @lru_cache(maxsize=1024)
-def parse(text: str) -> Static:
+def _parsed(text: str) -> tuple[Any, ...]:
     slots, *rest = ast.literal_eval(text)
-    return Static(tuple(Slot(*slot) for slot in slots), *rest)
+    return tuple(Slot(*slot) for slot in slots), *rest
 
 
 @dataclass(frozen=True)
@@ -257,10 +271,28 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, and from a multiple of 16 bytes on."""
+def _aligned(x: Tensor, tokens: bool = False) -> Tensor:
+    """Contiguous, or contiguous token by token, and from a multiple of 16 bytes on."""
+    if tokens:
+        return _aligned(x.transpose(1, 2)).transpose(1, 2)
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
+
+
+def empty(like: Tensor, batch: int, heads: int, length: int, width: int, tokens: bool) -> Tensor:
+    """[B, H, T, width], head by head or token by token in memory."""
+    if tokens:
+        return like.new_empty(batch, length, heads, width).transpose(1, 2)
+    return like.new_empty(batch, heads, length, width)
+
+
+def by_tokens(x: Tensor) -> bool:
+    """Whether [B, H, T, D] lies token by token in memory; a few queries are not worth it."""
+    if x.shape[1] == 1 or x.shape[2] <= SPLIT[0]:
+        return False
+    # Dynamo does not compare strides that depend on a length.
+    compiling = torch.compiler.is_compiling()
+    return not x.is_contiguous() if compiling else x.stride(1) < x.stride(2)
 
 
 def copies(x: Tensor) -> bool:
@@ -475,6 +507,7 @@ def _launch(
         flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part}
     else:
         flags["TMA"] = k0 and v and (k1 or not (two or spread))
+    flags["TOKENS"] = p.static.tokens
     # Beside a table by pointers the copy engine's barriers cost more than they save.
     flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or _bucket(p) > 64)
     constants = p.constants | flags
@@ -517,7 +550,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, tuple[Pl
     inside = parts > 1 and len(x.q) == 1 and first.norm and not (first.link or x.col[0].numel())
     ready = prepare(x, static, inside)
     p = plan(x, static, ready)
-    out = v.new_empty(*static.shape, v.shape[-1])
+    out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = torch.empty_like(out) if keeps_low(static, x.table, v) else lse.new_empty(0)
     launch = _launch(p, "forward", parts=parts, inside=inside, low=low.numel() > 0)
@@ -563,19 +596,20 @@ def backward(
     p, ready = kept
     numbers = p.numbers(x.seed)
     (batch, heads, num_queries), num_keys = static.shape, p.num_keys
-    grad_out, grad_lse = _aligned(grad_out), _aligned(grad_lse)
+    tokens = static.tokens
+    grad_out, grad_lse = _aligned(grad_out, tokens), _aligned(grad_lse)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    rows, width = batch * heads * num_queries, v.shape[-1]
+    width = v.shape[-1]
     _helper(
-        "delta", (-(-rows // 64), 1, 1),
-        {"V": p.constants["V"], "BM": 64, "HAS_LOW": low.numel() > 0},
-        (out, low, grad_out, lse, grad_lse, delta, lse2), (rows, width),
+        "delta", (-(-num_queries // 64), batch * heads, 1),
+        {"V": p.constants["V"], "BM": 64, "HAS_LOW": low.numel() > 0, "TOKENS": tokens},
+        (out, low, grad_out, lse, grad_lse, delta, lse2), (heads, num_queries, width),
     )  # fmt: skip
     slots = static.slots
     none = lse.new_empty(0)
-    dq = [y.new_empty(batch, heads, num_queries, y.shape[-1]) for y in x.q]
-    dk = [y.new_empty(batch, heads, num_keys, y.shape[-1]) for y in x.k]
-    dv = v.new_empty(batch, heads, num_keys, width)
+    dq = [empty(y, batch, heads, num_queries, y.shape[-1], tokens) for y in x.q]
+    dk = [empty(y, batch, heads, num_keys, y.shape[-1], tokens) for y in x.k]
+    dv = empty(v, batch, heads, num_keys, width, tokens)
     ds = [
         lse.new_empty(batch, heads, num_queries + num_keys) if slot.wants else none
         for slot in slots
@@ -623,11 +657,13 @@ def _to_scale(sums: Tensor, given: Tensor, num_queries: int) -> Tensor:
 
 def _reduced(grad: Tensor, given: Tensor) -> Tensor:
     """Summed over the heads and sequences that read the same tensor."""
+    if given.shape[:2] == grad.shape[:2]:
+        return grad.to(given.dtype)
     if given.shape[1] != grad.shape[1]:
         grad = grad.unflatten(1, (given.shape[1], -1)).sum(2, dtype=torch.float32)
     if given.shape[0] != grad.shape[0]:
         grad = grad.sum(0, keepdim=True, dtype=torch.float32)
-    return grad.to(given.dtype)
+    return grad.to(given.dtype).contiguous()
 
 
 # Places of a sum that one program takes.

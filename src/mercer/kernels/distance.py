@@ -57,7 +57,7 @@ class Distance(Kernel):
     def precision(self, x: Tensor) -> Tensor:
         """1 / s^2, [H or 1, 1, 1]."""
         log = self.log_bandwidth.to(accumulator(x.dtype))
-        if log.dim() and log.numel() not in (1, x.shape[1]):
+        if log.dim() and log.numel() != 1 and log.numel() != x.shape[1]:
             raise ValueError(
                 f"the kernel has bandwidths for {log.numel()} heads, "
                 f"but the queries have {x.shape[1]}"
