@@ -54,13 +54,14 @@ def delta(
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     e = tl.arange(0, V)
     inside = n < length
-    offset = _row_of(b, h, n, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
+    line = bh.to(tl.int64) * length
+    offset = _row_of(b, h, n, line, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
     mask = inside[:, None] & (e[None, :] < dv)
     out = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
     if HAS_LOW:
         out += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(GRAD + offset, mask=mask, other=0.0).to(tl.float32)
-    n += bh.to(tl.int64) * length
+    n += line
     lse = tl.load(LSE + n, mask=inside, other=0.0)
     grad_lse = tl.load(GRAD_LSE + n, mask=inside, other=0.0)
     tl.store(DELTA + n, tl.sum(out * grad, 1) - grad_lse, mask=inside)
@@ -168,10 +169,10 @@ def _keys_span(
                 t1 = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
                 if HAS_COL1:
                     t1 += c1[:, None]
-        grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
-        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
         if EARLY:
             # Started before the weights are formed, so that the two run side by side.
+            grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
+            delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if HAS_COL0:
             t0 += c0[:, None]
@@ -196,6 +197,8 @@ def _keys_span(
             PARAM0, PARAM1, HAS_ROW0, HAS_ROW1, BIAS, MASK, FORM, SAME,
         )  # fmt: skip
         if not EARLY:
+            grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
+            delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dropped = p
         if DROPOUT:
@@ -350,7 +353,7 @@ def backward_keys(
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
-    rows = _row_of(b, h, j.to(tl.int64), num_heads, num_keys, TOKENS)
+    rows = _row_of(b, h, j.to(tl.int64), keys, num_heads, num_keys, TOKENS)
     if PART != 2:
         _store_keys(
             dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, E0, MODE0, NORM0,
@@ -595,7 +598,7 @@ def backward_queries(
                 TMA,
             )  # fmt: skip
     sums = line + bh.to(tl.int64) * num_keys
-    rows = _row_of(b, h, n.to(tl.int64), num_heads, num_queries, TOKENS)
+    rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if FORM == POLY:
         # The scale moves all weights of a row alike: it acts on log_mass alone.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)

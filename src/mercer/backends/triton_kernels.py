@@ -257,13 +257,9 @@ def _rows(base, stride, index, width, WIDTH: tl.constexpr, limit, CHECK: tl.cons
 
 
 @triton.jit
-def _row_of(b, h, n, num_heads, length, TOKENS: tl.constexpr):
+def _row_of(b, h, n, line, num_heads, length, TOKENS: tl.constexpr):
     """Which row of an output belongs to place n of a head: head by head, or token by token."""
-    if TOKENS:
-        out = (b * length + n) * num_heads + h
-    else:
-        out = (b * num_heads + h) * length + n
-    return out
+    return (b * length + n) * num_heads + h if TOKENS else line + n
 
 
 @triton.jit
@@ -543,7 +539,7 @@ def forward(
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
     e = tl.arange(0, V)
-    target = _row_of(b, h, n.to(tl.int64), num_heads, num_queries, TOKENS)
+    target = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if SPLIT:
         part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) * num_queries
         line += part
