@@ -463,7 +463,7 @@ def test_many_heads_are_taken_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(
         squares, "ELEMENTS_ON_CPU", 3 * squares.room(8, 9, 2, torch.device("cpu"))[1]
     )
-    q, k = torch.randn(2, 8, 5, 8), torch.randn(2, 4, 5, 8)
+    q, k = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (8, 4))
     got = mc.smooth(mc.Polynomial(), q, k, k, backend="linear")
     assert seen == [3, 3, 2]
     want = mc.smooth(mc.Polynomial(), q, k, k, backend="reference")

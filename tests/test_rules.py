@@ -170,8 +170,11 @@ def takes(name, *refused):
 def test_decisions_on_a_gpu(name, family, monkeypatch):
     family(name)
     monkeypatch.setitem(dispatch.BACKENDS, *takes("triton"))
-    assert chosen(mc.Exponential()) == "sdpa"
+    assert chosen(mc.Exponential()) == ("triton" if name == "hopper" else "sdpa")
     assert chosen(mc.Exponential(), mc.Window(8, 0)) == "triton"
+    # 5 D V keys, with 16 features and values
+    assert chosen(mc.Polynomial(), length=1279) == "triton"
+    assert chosen(mc.Polynomial(), length=1280) == ("linear" if name == "hopper" else "triton")
     for kernel in (mc.RBF(), mc.Laplace(), mc.Polynomial(), mc.RBF() + mc.Exponential()):
         assert chosen(kernel) == "triton"
     monkeypatch.setitem(dispatch.BACKENDS, *takes("triton", *rules.KINDS))

@@ -130,6 +130,13 @@ def tsai2019(a, x):
     return average(a, log, in_heads(x, a.value.weight), everything)
 
 
+def kundu2026(a, x):
+    """exp(-|f_q - f_k|^2 / 2 s_h^2) and f_k themselves, causal: no projection but W_o."""
+    f = torch.stack(x.split(DIM, -1), 1)
+    apart = (f[:, :, :, None] - f[:, :, None]).square().sum(-1)
+    return average(a, -apart / (2 * a.log_bandwidth.exp()[:, None, None] ** 2), f, causal)
+
+
 # What is chosen small enough to show at this length, and the formula.
 SYSTEMS = {
     "vaswani2017": (
@@ -154,6 +161,7 @@ SYSTEMS = {
         lambda a, x: direct_sum(a, x, sinusoid(range(LENGTH)), everything),
     ),
     "tsai2019": ({}, tsai2019),
+    "kundu2026": ({}, kundu2026),
     "leng2026": ({"vocab_size": 5}, leng2026),
 }
 PARTS = ("feature space", "kernel", "value", "filter")
@@ -167,7 +175,7 @@ def build(name, **options):
 
 
 def call(a, x):
-    return a(x, token_ids=IDS) if a.has_token_kernels else a(x)
+    return a(x, token_ids=IDS) if getattr(a, "tokens", None) is not None else a(x)
 
 
 def close(got, want):
@@ -255,6 +263,7 @@ def test_sizes_unless_told_otherwise():
         ("wang2018", {"kernel": mc.Exponential()}),
         ("tsai2019multimodal", {"position": mn.ProductKernel()}),
         ("tsai2019", {"position": mn.Rotary()}),
+        ("kundu2026", {"filter": mc.Full()}),
     ],
     ids=lambda part: part if isinstance(part, str) else "-".join(part),
 )
@@ -308,8 +317,9 @@ def test_leng2026_has_the_tokens_of_gpt2_unless_told_otherwise():
     a = systems.build("leng2026", WIDTH, HEADS)
     assert a.tokens.weight.shape == (50257, 1, 1, 1, 3)
     assert "values by 3 taps a token" in str(systems.example(a, 1, 4))
-    with pytest.raises(ValueError, match="must be another system"):
-        systems.build("leng2026", WIDTH, HEADS, base="leng2026")
+    for base in ("leng2026", "kundu2026"):
+        with pytest.raises(ValueError, match=f"must be another system .*not '{base}'"):
+            systems.build("leng2026", WIDTH, HEADS, base=base)
     with pytest.raises(ValueError, match="no system 'gpt2'"):
         systems.build("leng2026", WIDTH, HEADS, base="gpt2")
 
@@ -348,14 +358,19 @@ def test_the_table_states_the_four_parts_of_each_system(table):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_table_says_of_the_values_what_the_system_does(name, table):
     (row,) = (row for row in table if row["system"] == name)
-    uses_position = build(name).value_function == "content+position"
+    a = build(name)
+    if not hasattr(a, "value"):
+        assert row["value"] == "f_k"
+        return
+    uses_position = a.value_function == "content+position"
     assert row["value"].startswith("(f_k + ") == uses_position
     assert (row["value"] == "f_k W_v") != uses_position
 
 
-def test_of_the_table_only_tsai2019_is_valid(table):
+def test_of_the_table_only_kernels_of_the_inputs_themselves_are_valid(table):
     for column in ("symmetric", "valid"):
-        assert {row["system"] for row in table if row[column] == "yes"} == {"tsai2019"}
+        valid = {row["system"] for row in table if row[column] == "yes"}
+        assert valid == {"tsai2019", "kundu2026"}
         assert {row[column] for row in table} == {"yes", "no"}
 
 

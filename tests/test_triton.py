@@ -10,6 +10,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
+from mercer.backends import triton_launch
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, rounding_of
@@ -129,3 +130,71 @@ def test_it_compiles_as_one_graph():
         results.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
     for a, b in zip(*results, strict=True):
         assert (a - b).abs().max() <= 1e-5 * (1 + a.abs().max())
+
+
+def test_a_compiled_graph_takes_other_lengths():
+    kernel = mc.RBF(4.0, heads=2).to(DEVICE)
+    compiled = torch.compile(
+        lambda q, k, v: mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton"),
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    for length in (40, 56, 72):
+        q, k, v = torch.randn(3, 2, 2, length, 16, device=DEVICE)
+        want = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
+        assert torch.equal(compiled(q, k, v), want)
+
+
+def test_two_wide_parts_take_a_pass_each():
+    kernel = mc.Exponential() * mc.Exponential(on="position")
+    compare(kernel, mc.Causal(), Shape(queries=70, keys=70, values=16), 128)
+
+
+@pytest.mark.parametrize("name", ["rbf-per-head", "polynomial", "matern-3/2", "eq-9"])
+@pytest.mark.parametrize(
+    "filter", [mc.Causal(), mc.Padding([300, 1500])], ids=["causal", "padding"]
+)
+def test_few_queries_cut_the_keys_into_parts(name, filter, monkeypatch):
+    parts = []
+    splits = triton_launch._splits
+    monkeypatch.setattr(
+        triton_launch, "_splits", lambda *given: parts.append(splits(*given)) or parts[-1]
+    )
+    kernel = ALL[name]().to(DEVICE)
+    case = Case(kernel, filter, Shape(batch=2, queries=3, keys=1500), DIM, 0, torch.float32, DEVICE)
+    q, k, v = case.inputs()
+    with torch.no_grad():
+        got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)
+    want = case.run("reference", log_mass=True, wide=True)
+    assert parts == [2]
+    assert (got[0] - want["out"]).abs().max() < 1e-5
+    assert (got[1] - want["log_mass"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["rbf-per-head", "eq-9", "polynomial"])
+def test_what_lies_token_by_token_gives_the_same_and_stays_so(name, compiled):
+    kernel = ALL[name]().to(DEVICE)
+    shape = Shape(queries=40, keys=40, values=16)
+    q, k, v = inputs(kernel, shape, DIM, torch.float32, device=DEVICE)
+
+    def run(turn):
+        given = [turn(x).requires_grad_() for x in (*q.tensors(), *k.tensors(), v)]
+        n = len(q.tensors())
+        parts = [
+            mc.Features(**dict(zip((name for name, _ in x.items()), xs, strict=True)))
+            for x, xs in ((q, given[:n]), (k, given[n : 2 * n]))
+        ]
+
+        def call(a, b, c):
+            return mc.smooth(kernel, a, b, c, filter=mc.Causal(), backend="triton")
+
+        if compiled:
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        out = call(*parts, given[-1])
+        return out, *torch.autograd.grad(out.square().sum(), [*given, *kernel.parameters()])
+
+    plain = run(lambda x: x.clone())
+    turned = run(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert turned[0].transpose(1, 2).is_contiguous()
+    for a, b in zip(plain, turned, strict=True):
+        assert torch.equal(a, b)

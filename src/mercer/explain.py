@@ -12,7 +12,7 @@ from .features import Input
 from .filters import Filter, Full
 from .kernels import Kernel
 from .problem import Problem, prepare
-from .term import Factor, Term
+from .term import Factor, Relative, Scored, Term
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,9 @@ def describe(term: Term) -> str:
         parts.append(f"exp({_dot(plain)})")
     parts += [f"{f.link.formula} of s = {_dot([f])}" for f in term.factors if f.link is not None]
     for bias in term.biases:
-        table = term.table
-        assert table is not None, bias
-        each = "query" if table.shape[2] > 1 else "head"
-        parts.append(f"exp(table of {table.shape[-1]} distances for each {each})")
+        assert isinstance(bias, Relative), bias
+        each = "query" if isinstance(bias, Scored) or bias.table.shape[2] > 1 else "head"
+        parts.append(f"exp(table of {2 * bias.clip + 1} distances for each {each})")
     return " * ".join(parts) or "1"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends import Task, sdpa
 from .links import Power
-from .term import Apart, Factor, Term, accumulator
+from .term import Apart, Factor, Scored, Term, accumulator
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.
@@ -145,7 +145,9 @@ def _per_query(f: Factor) -> bool:
 
 
 def _learns(task: Task) -> bool:
-    tensors: list[object] = [task.v, task.term.table]
+    bias = task.term.relative
+    tensors: list[object] = [task.v]
+    tensors += [bias.q, bias.rows] if isinstance(bias, Scored) else [task.term.table]
     for f in task.term.factors:
         tensors += [f.q, f.k, f.scale]
         # The numbers of a distance are made of these.

@@ -1,7 +1,7 @@
 """The systems of the papers, each as its four parts.
 
 A system is one entry: what the table says of it, and how to build it. Options of `build` override
-any argument of `nn.KernelAttention`.
+any argument of `nn.KernelAttention`, or of the layer that the system is.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from .explain import Explanation
+from .explain import Explanation, explain
 from .features import Features
 from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
 from .kernels import Exponential
 from .nn import (
     DirectSum,
+    GaussianAttention,
     Grid2D,
     KernelAttention,
     Learned,
@@ -28,7 +29,8 @@ from .nn import (
     TokenKernels,
 )
 
-Builder = Callable[..., KernelAttention]
+Attention = KernelAttention | GaussianAttention
+Builder = Callable[..., Attention]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,12 @@ def tsai2019(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
     return _attention(d_model, num_heads, options, position=ProductKernel(), symmetric=True)
 
 
+@system(features="F", kernel="exp(-|f_q - f_k|^2 / 2 s_h^2)", value="f_k", filter="causal")
+def kundu2026(d_model: int, num_heads: int, **options: Any) -> GaussianAttention:
+    """Gaussian Kernel Attention, without projections."""
+    return GaussianAttention(d_model, num_heads, **options)
+
+
 @system(
     features="F x T",
     kernel="that of the base: k_exp(f_q + t_q, f_k + t_k)",
@@ -217,10 +225,15 @@ def leng2026(
     **options: Any,
 ) -> KernelAttention:
     """Token-Wise Kernels, on a base system."""
-    if base == "leng2026":
-        raise ValueError("the base of leng2026 must be another system")
+    builder = find(base).builder
+    if builder in (leng2026, kundu2026):
+        raise ValueError(
+            f"the base of leng2026 must be another system with keys of its own, not {base!r}"
+        )
     tokens = TokenKernels(vocab_size) if tokens is None else tokens
-    return find(base).builder(d_model, num_heads, tokens=tokens, **options)
+    attention = builder(d_model, num_heads, tokens=tokens, **options)
+    assert isinstance(attention, KernelAttention)
+    return attention
 
 
 def _attention(
@@ -229,8 +242,8 @@ def _attention(
     return KernelAttention(d_model, num_heads, **(parts | options))
 
 
-def build(name: str, d_model: int, num_heads: int, **options: Any) -> KernelAttention:
-    """The attention of a system; options override its parts, as in `nn.KernelAttention`."""
+def build(name: str, d_model: int, num_heads: int, **options: Any) -> Attention:
+    """The attention of a system; options override its parts, as in the layer's own arguments."""
     return find(name).builder(d_model, num_heads, **options)
 
 
@@ -287,7 +300,7 @@ def table() -> Table:
 
 
 def example(
-    attention: KernelAttention,
+    attention: Attention,
     batch: int,
     length: int,
     dtype: torch.dtype = torch.float32,
@@ -304,7 +317,9 @@ def example(
             for f in (q, k)
         )
         v = v.expand(batch, -1, length, -1)
-        return attention.explain_parts(q, k, v, filter)
+        if isinstance(attention, KernelAttention):
+            return attention.explain_parts(q, k, v, filter)
+        return explain(attention.joined_kernel, q, k, v, filter=filter, backend=attention.backend)
 
 
 def lowers_to(explanation: Explanation) -> str:

@@ -77,10 +77,14 @@ class Apart(Factor):
     backend that can form them on its way does not.
     """
 
+    _col: Tensor | None
+    _row: Tensor | None
+
     def __init__(
         self, *, q: Tensor, k: Tensor, scale: Tensor | float = 1.0, link: Link | None = None
     ) -> None:
-        for name, value in (("q", q), ("k", k), ("scale", scale), ("link", link)):
+        given = {"q": q, "k": k, "scale": scale, "link": link, "_col": None, "_row": None}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -89,12 +93,18 @@ class Apart(Factor):
 
     @property
     def col(self) -> Tensor:
-        return half_norm(self.k)
+        if self._col is None:
+            object.__setattr__(self, "_col", half_norm(self.k))
+        assert self._col is not None
+        return self._col
 
     @property
     def row(self) -> Tensor:
-        scale = self.scale[..., 0] if isinstance(self.scale, Tensor) else self.scale
-        return scale * half_norm(self.q)
+        if self._row is None:
+            scale = self.scale[..., 0] if isinstance(self.scale, Tensor) else self.scale
+            object.__setattr__(self, "_row", scale * half_norm(self.q))
+        assert self._row is not None
+        return self._row
 
 
 def half_norm(x: Tensor) -> Tensor:
@@ -121,6 +131,29 @@ class Relative:
         left, right = self.table[..., :1], self.table[..., -1:]
         ends = (*left.shape[:-1], grow)
         return torch.cat([left.expand(ends), self.table, right.expand(ends)], -1)
+
+
+class Scored(Relative):
+    """bias(i, j) = <q_i, rows[clip(i - j, -c, c) + c]>: a table that is formed when asked for."""
+
+    q: Tensor  # [B, H, Q, D]
+    rows: Tensor  # [1 or H, 2c + 1, D], in the accumulator's dtype
+    _table: Tensor | None
+
+    def __init__(self, *, q: Tensor, rows: Tensor) -> None:
+        for name, value in (("q", q), ("rows", rows), ("_table", None)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def table(self) -> Tensor:
+        if self._table is None:
+            object.__setattr__(self, "_table", self.q.to(self.rows.dtype) @ self.rows.mT)
+        assert self._table is not None
+        return self._table
+
+    @property
+    def clip(self) -> int:
+        return (self.rows.shape[-2] - 1) // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +192,18 @@ class Term:
         return any(link.signed for link in self.links)
 
     @property
-    def table(self) -> Tensor | None:
-        """The relative table of a resolved term."""
+    def relative(self) -> Relative | None:
+        """The one bias of a resolved term."""
         if not self.biases:
             return None
         (bias,) = self.biases
         assert isinstance(bias, Relative)
-        return bias.table
+        return bias
+
+    @property
+    def table(self) -> Tensor | None:
+        """The relative table of a resolved term."""
+        return None if self.relative is None else self.relative.table
 
     def resolve(self, num_queries: int, num_keys: int, *, causal: bool) -> Term:
         """The same weights with at most one bias: slopes become columns or join one table."""

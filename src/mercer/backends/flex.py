@@ -113,7 +113,7 @@ def _refuses_term(task: Task) -> str | None:
         return f"it does not know the link {unknown[0].formula}"
     if len(linked) > 1 or (linked and any(f.q.shape[-1] for f in plain)):
         return "it forms one dot product, and the term needs two"
-    if sum(f.col is not None and _per_query(f) for f in plain) > (0 if linked else 1):
+    if sum(f.keyed and _per_query(f) for f in plain) > (0 if linked else 1):
         return "a bandwidth of each query cannot join other factors"
     width = sum(f.q.shape[-1] for f in linked or plain)
     if max(width, task.v.shape[-1]) > MAX_WIDTH:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..links import Matern12, Matern32, Matern52, Power, Rational
-from ..term import Apart, Factor, Link, Smoothed, Term, join, repeat
+from ..term import Apart, Factor, Link, Scored, Smoothed, Term, join, repeat
 from . import Task, triton_launch
 from .triton_launch import INTERPRETED, Inputs, Numbers, Slot, Static, add, parse
 
@@ -45,7 +45,7 @@ def refuses(task: Task) -> str | None:
     widths = _widths(task.term)
     if isinstance(widths, str):
         return widths
-    if task.term.table is not None and task.term.table.shape[-1] > MAX_DISTANCES:
+    if task.term.relative is not None and 2 * task.term.relative.clip + 1 > MAX_DISTANCES:
         return f"its table has more than {MAX_DISTANCES} distances"
     widest = max(*widths, task.v.shape[-1])
     if widest > MAX_WIDTH:
@@ -56,7 +56,7 @@ def refuses(task: Task) -> str | None:
 
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: scales, rows, log_mass and the table."""
-    per_query = 3 + (0 if task.term.table is None else task.term.table.shape[-1])
+    per_query = 3 + (0 if task.term.relative is None else 2 * task.term.relative.clip + 1)
     return 4 * task.batch * task.heads * task.num_queries * per_query
 
 
@@ -93,20 +93,28 @@ def run(task: Task) -> Smoothed:
         link, param = (0, 0.0) if f.link is None else _code(f.link)
         wants, saves = learns and scale.requires_grad, learns and col.requires_grad
         facts.append(Slot(link, param, mode, number, norm, wants, saves))
-    table = task.term.table
-    if table is not None:
-        table = _at_least_one(table.float()).expand(*shape, -1)
     dtype = task.v.dtype
+    bias, table, scored = task.term.relative, None, None
+    if isinstance(bias, Scored) and bias.clip > 0 and not torch.compiler.is_compiling():
+        scored = (bias.q.to(dtype).expand(task.batch, -1, -1, -1), bias.rows.float())
+    elif bias is not None:
+        table = _at_least_one(bias.table.float()).expand(*shape, -1)
     q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols)
-    trains = learns and any(x.requires_grad for x in (*given, none if table is None else table))
+    options = (*(scored or ()), none if table is None else table)
+    trains = learns and any(x.requires_grad for x in (*given, *options))
     static = Static(
-        tuple(facts), rule.numbers, rule.first, rule.simple, task.dropout_p, trains, shape
-    )
+        tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
+        triton_launch.by_tokens(q[0]), shape,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
-        out, lse, _ = fused(list(given), table, rule.lengths, rule.ids, task.seed, static.text())
+        out, lse, _ = fused(
+            list(given), table, rule.lengths, rule.ids, task.seed, static.text(), static.sizes()
+        )
     else:
-        out, lse = _Fused.apply(static, rule.lengths, rule.ids, task.seed, table, *given)
+        out, lse = _Fused.apply(
+            static, rule.lengths, rule.ids, task.seed, table, *(scored or (None, None)), *given
+        )
     if task.log_mass:
         for f in task.term.factors:
             lse = lse if f.link is not None or f.row is None else lse + f.row
@@ -223,40 +231,49 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, static: Static, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None,
-        table: Tensor | None, *tensors: Tensor,
+        table: Tensor | None, scored: Tensor | None, by: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if scored is not None and by is not None:
+            table = triton_launch.scores(scored, by)
         inputs = Inputs.of(tensors, table, lengths, ids, seed)
-        out, lse, low, ready = triton_launch.forward(inputs, static)
+        out, lse, low, (ctx.plan, ready) = triton_launch.forward(inputs, static)
         ctx.static = static
-        ctx.save_for_backward(lengths, ids, seed, table, out, lse, low, *ready, *tensors)
+        ctx.save_for_backward(
+            lengths, ids, seed, table, scored, by, out, lse, low, *ready, *tensors
+        )
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-        lengths, ids, seed, table, out, lse, low, *rest = ctx.saved_tensors
-        ready, tensors = Numbers(*rest[:5]), tuple(rest[5:])
+        lengths, ids, seed, table, scored, by, out, lse, low, *rest = ctx.saved_tensors
+        kept, tensors = (ctx.plan, Numbers(*rest[:5])), tuple(rest[5:])
         inputs = Inputs.of(tensors, table, lengths, ids, seed)
-        grads = triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, ctx.static, ready)
-        return None, None, None, None, None if table is None else grads.pop(), *grads
+        grads = triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, ctx.static, kept)
+        dtable = None if table is None else grads.pop()
+        dscored, dby = None, None
+        if scored is not None and dtable is not None:
+            dscored, dby = triton_launch.scores_backward(dtable, scored, by)
+            dtable = None
+        return None, None, None, None, dtable, dscored, dby, *grads
 
 
 @torch.library.custom_op("mercer::fused", mutates_args=())
 def fused(
     tensors: list[Tensor], table: Tensor | None, lengths: Tensor | None, ids: Tensor | None,
-    seed: Tensor | None, static: str,
+    seed: Tensor | None, static: str, sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The forward for compiled graphs: (out, log_mass, what rounding took from out)."""
     inputs = Inputs.of(tuple(tensors), table, lengths, ids, seed)
-    out, lse, low, _ = triton_launch.forward(inputs, parse(static))
+    out, lse, low, _ = triton_launch.forward(inputs, parse(static, sizes))
     return out, lse, low
 
 
 @fused.register_fake
 def _(tensors: list[Tensor], table: Tensor | None, lengths: Any, ids: Any, seed: Any,
-      static: str) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    known, v = parse(static), Inputs.of(tuple(tensors), None, None, None, None).v
-    out = v.new_empty(*known.shape, v.shape[-1])
+      static: str, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    known, v = parse(static, sizes), Inputs.of(tuple(tensors), None, None, None, None).v
+    out = triton_launch.empty(v, *known.shape, v.shape[-1], known.tokens)
     lse = v.new_empty(known.shape, dtype=torch.float32)
     low = triton_launch.keeps_low(known, table, v)
     return out, lse, torch.empty_like(out) if low else lse.new_empty(0)
@@ -266,33 +283,42 @@ def _(tensors: list[Tensor], table: Tensor | None, lengths: Any, ids: Any, seed:
 def fused_backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor,
     tensors: list[Tensor], table: Tensor | None, lengths: Tensor | None, ids: Tensor | None,
-    seed: Tensor | None, static: str,
+    seed: Tensor | None, static: str, sizes: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """The backward for compiled graphs."""
     inputs = Inputs.of(tuple(tensors), table, lengths, ids, seed)
-    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, parse(static))
+    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, parse(static, sizes))
 
 
 @fused_backward.register_fake
 def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, low: Any, tensors: list[Tensor],
       table: Tensor | None, lengths: Any, ids: Any, seed: Any,
-      static: str) -> list[Tensor]:  # fmt: skip
-    given = (*tensors, *([] if table is None else [table]))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+      static: str, sizes: list[int]) -> list[Tensor]:  # fmt: skip
+    known = parse(static, sizes)
+    grads = []
+    for n, x in enumerate(tensors):
+        features = n <= 2 * len(known.slots) and x.shape[:2] == known.shape[:2]
+        # Sums over heads or sequences that share a tensor are contiguous.
+        grad = x.new_empty(x.shape)
+        if features and known.tokens:
+            batch, heads, length, width = x.shape
+            grad = triton_launch.empty(x, batch, heads, length, width, True)
+        grads.append(grad)
+    return grads if table is None else [*grads, table.new_empty(table.shape)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, table, lengths, ids, seed, ctx.static = inputs
+    tensors, table, lengths, ids, seed, ctx.static, ctx.sizes = inputs
     ctx.save_for_backward(*output, lengths, ids, seed, table, *tensors)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Any, ...]:
     out, lse, low, lengths, ids, seed, table, *tensors = ctx.saved_tensors
     grads = fused_backward(
-        grad_out, grad_lse, out, lse, low, tensors, table, lengths, ids, seed, ctx.static
+        grad_out, grad_lse, out, lse, low, tensors, table, lengths, ids, seed, ctx.static, ctx.sizes
     )
     dtable = None if table is None else grads.pop()
-    return grads, dtable, None, None, None, None
+    return grads, dtable, None, None, None, None, None
 
 
 fused.register_autograd(_backward, setup_context=_save)

@@ -9,7 +9,8 @@ t_ij = <q_i, k_j> + col_j,
 
 What a loop would pay for at every pair is left to the end of a block, where it is one operation for
 each row: sum_j ds_ij <q_i, k_j> = <q_i, sum_j ds_ij k_j>, and a number per key that is -|k_j|^2 / 2
-adds -dcol_j k_j to dk_j.
+adds -dcol_j k_j to dk_j. The product has rounded ds_ij, though. A link's scale, whose gradient is a
+smaller difference of larger sums, is summed pair by pair.
 """
 
 import triton
@@ -34,6 +35,7 @@ from .triton_kernels import (
     _power,
     _query_range,
     _reach,
+    _row_of,
     _rows,
     _scale,
     _scaled,
@@ -43,19 +45,23 @@ from .triton_kernels import (
 
 @triton.jit
 def delta(
-    OUT, LOW, GRAD, LSE, GRAD_LSE, DELTA, LSE2, rows, dv,
-    V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr,
+    OUT, LOW, GRAD, LSE, GRAD_LSE, DELTA, LSE2, num_heads, length, dv,
+    V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """<dO_i, O_i> - dlog_mass_i, and log_mass to the base 2, infinite where a row sees nothing."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     e = tl.arange(0, V)
-    inside = n < rows
-    offset = n[:, None] * dv + e[None, :]
+    inside = n < length
+    line = bh.to(tl.int64) * length
+    offset = _row_of(b, h, n, line, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
     mask = inside[:, None] & (e[None, :] < dv)
     out = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
     if HAS_LOW:
         out += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(GRAD + offset, mask=mask, other=0.0).to(tl.float32)
+    n += line
     lse = tl.load(LSE + n, mask=inside, other=0.0)
     grad_lse = tl.load(GRAD_LSE + n, mask=inside, other=0.0)
     tl.store(DELTA + n, tl.sum(out * grad, 1) - grad_lse, mask=inside)
@@ -111,22 +117,35 @@ def _weights(
 
 
 @triton.jit
+def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKENS: tl.constexpr):
+    """Where dO of a head begins, and the stride of its rows."""
+    if TMA:
+        base, stride = GRAD, dv
+    elif TOKENS:
+        base, stride = GRAD + (b * num_queries * num_heads + h) * dv, num_heads * dv
+    else:
+        base, stride = GRAD + line * dv, dv
+    return base, stride
+
+
+@triton.jit
 def _keys_span(
     dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, head0, head1, q0_base, q1_base,
     grad_base, S0, S1, R0, R1, LSE2, DELTA, table, lengths, ids, line, j, b, bh, first, place,
-    num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, e0, e1, dv,
+    num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids, stt, e0, e1,
+    dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
     CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
     DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
     CHECK: tl.constexpr = MASK or not EVEN
-    # Wider products have no registers to spare for two at once.
-    EARLY: tl.constexpr = E0 + E1 <= 64
+    # Wider products, and tables, leave no registers to spare for two at once.
+    EARLY: tl.constexpr = E0 + E1 <= 64 and CLIP < 0
     for first_query in tl.range(start, stop, BM):
         n = first_query + tl.arange(0, BM)
         i = n + place
@@ -150,19 +169,19 @@ def _keys_span(
                 t1 = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
                 if HAS_COL1:
                     t1 += c1[:, None]
-        grad = _block(grad_base, b, h, 1, dv, first_query, dv, num_queries, BM, V, CHECK, TMA)
-        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
         if EARLY:
             # Started before the weights are formed, so that the two run side by side.
+            grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
+            delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if HAS_COL0:
             t0 += c0[:, None]
         bias = 0.0
         if BIAS == 1:
-            far = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
+            far = table + n.to(tl.int64) * stt + 2 * CLIP
             lse2 = lse2 - LOG2E * tl.load(far, mask=inside, other=0.0)
         elif BIAS == 2:
-            bias = _bias(table, i[None, :], j[:, None], n[None, :], num_queries, CLIP)
+            bias = _bias(table, stt, i[None, :], j[:, None], n[None, :], num_queries, CLIP)
         seen = j[:, None] >= 0
         if MASK:
             seen = _visible(
@@ -178,13 +197,16 @@ def _keys_span(
             PARAM0, PARAM1, HAS_ROW0, HAS_ROW1, BIAS, MASK, FORM, SAME,
         )  # fmt: skip
         if not EARLY:
+            grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
+            delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dropped = p
         if DROPOUT:
             kept = _kept(seed, bh, n[None, :], j[:, None], num_queries, num_keys, dropout)
             dropped = tl.where(kept, p, 0.0) / (1.0 - dropout)
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
-        dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
+        if PART != 2:
+            dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
         g = dp - delta
         if MASK:
             g = tl.where(seen, g, 0.0)
@@ -194,10 +216,11 @@ def _keys_span(
             u0 = u0 * (PARAM0 * rate)
         elif MODE0 == 2:
             u0 = u0 * scale0
-        dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
-        if DCOL0:
+        if PART != 2:
+            dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
+        if DCOL0 and PART != 2:
             dc0 += tl.sum(u0, 1)
-        if E1 > 0:
+        if E1 > 0 and PART != 1:
             u1 = u0
             if not SAME:
                 u1 = g * pull1
@@ -211,21 +234,21 @@ def _keys_span(
 
 @triton.jit
 def _store_keys(
-    dk, dc, k, c, scale, DK, DC, DS, keys, sums, j, num_keys, width,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, DCOL: tl.constexpr,
+    dk, dc, k, c, scale, DK, DC, DS, keys, sums, rows, j, num_keys, width,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, SUM: tl.constexpr,
     SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """dk, dcol and the keys' share of dscale, from sums without the scale of a head."""
     inside = j < num_keys
     if WANT and MODE == 1:
-        tl.store(DS + sums + j, c * dc if DCOL else tl.zeros_like(c), mask=inside)
+        tl.store(DS + sums + j, c * dc if SUM else tl.zeros_like(c), mask=inside)
     if MODE != 2 and not SCALED:
         dk = dk * scale
         dc = dc * scale
     if NORM:
         dk -= dc[:, None] * k.to(tl.float32)
     e = tl.arange(0, WIDTH)
-    target = DK + (keys + j[:, None].to(tl.int64)) * width + e[None, :]
+    target = DK + rows[:, None] * width + e[None, :]
     tl.store(target, dk.to(DK.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
     if SAVE_COL:
         tl.store(DC + keys + j, dc, mask=inside)
@@ -236,7 +259,7 @@ def backward_keys(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA,
     DK0, DK1, DV, DC0, DC1, DS0, DS1,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -246,9 +269,12 @@ def backward_keys(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dcol of one block of keys, for one query head."""
+    """dk, dv and dcol of one block of keys, for one query head.
+
+    PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
+    """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), bh % num_heads
     block = tl.program_id(0)
@@ -257,8 +283,10 @@ def backward_keys(
     line = bh.to(tl.int64) * num_queries
     k0 = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, j, e0, E0, num_keys, True)
     v = _rows(V_ + b * svb + (h // group_v) * svh, svt, j, dv, V, num_keys, True)
-    DCOL0: tl.constexpr = NORM0 or SAVE_COL0 or (WANT0 and HAS_COL0 and MODE0 == 1)
-    DCOL1: tl.constexpr = NORM1 or SAVE_COL1 or (WANT1 and HAS_COL1 and MODE1 == 1)
+    SUM0: tl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1 and LINK0 == IDENTITY
+    SUM1: tl.constexpr = WANT1 and HAS_COL1 and MODE1 == 1 and LINK1 == IDENTITY
+    DCOL0: tl.constexpr = NORM0 or SAVE_COL0 or SUM0
+    DCOL1: tl.constexpr = NORM1 or SAVE_COL1 or SUM1
     c0 = tl.zeros((BN,), tl.float32)
     c1 = tl.zeros((BN,), tl.float32)
     if HAS_COL0:
@@ -275,7 +303,7 @@ def backward_keys(
             c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
     table = TABLE
     if CLIP >= 0:
-        table = TABLE + line * (2 * CLIP + 1)
+        table = TABLE + b * stb + h * sth
     dk0 = tl.zeros((BN, E0), tl.float32)
     dv_ = tl.zeros((BN, V), tl.float32)
     dc0 = tl.zeros((BN,), tl.float32)
@@ -297,6 +325,7 @@ def backward_keys(
     else:
         sure_start = stop
         sure_stop = stop
+    grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA, TOKENS)
     for span in tl.static_range(4):
         # In turn: masked, within the table's reach, beyond it, masked.
         beyond = sure_start
@@ -315,27 +344,30 @@ def backward_keys(
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
                 dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
                 _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
-                _head(GRAD, 1, line, 0, dv, TMA), S0, S1, R0, R1, LSE2, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
-                num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, stride_ids, e0, e1, dv, E0, E1, V,
+                grad_head, S0, S1, R0, R1, LSE2, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
+                num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids, stt, e0, e1, dv, E0, E1, V,
                 LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
                 _reach(CLIP, span, 2), FILTER, _form(FORM, _reach(CLIP, span, 2)), SAME,
-                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, TMA,
+                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM,
+                TMA, PART,
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
-    _store_keys(
-        dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, j, num_keys, e0, E0, MODE0, NORM0,
-        DCOL0, SAVE_COL0, WANT0, FORM == POLY,
-    )  # fmt: skip
-    if E1 > 0:
+    rows = _row_of(b, h, j.to(tl.int64), keys, num_heads, num_keys, TOKENS)
+    if PART != 2:
         _store_keys(
-            dk1, dc1, k1, c1, head1, DK1, DC1, DS1, keys, sums, j, num_keys, e1, E1, MODE1, NORM1,
-            DCOL1, SAVE_COL1, WANT1, False,
+            dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, E0, MODE0, NORM0,
+            SUM0, SAVE_COL0, WANT0, FORM == POLY,
         )  # fmt: skip
-    e = tl.arange(0, V)
-    target = DV + (keys + j[:, None].to(tl.int64)) * dv + e[None, :]
-    mask = (j < num_keys)[:, None] & (e[None, :] < dv)
-    tl.store(target, dv_.to(DV.dtype.element_ty), mask=mask)
+        e = tl.arange(0, V)
+        target = DV + rows[:, None] * dv + e[None, :]
+        mask = (j < num_keys)[:, None] & (e[None, :] < dv)
+        tl.store(target, dv_.to(DV.dtype.element_ty), mask=mask)
+    if E1 > 0 and PART != 1:
+        _store_keys(
+            dk1, dc1, k1, c1, head1, DK1, DC1, DS1, keys, sums, rows, j, num_keys, e1, E1, MODE1, NORM1,
+            SUM1, SAVE_COL1, WANT1, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -343,7 +375,7 @@ def _queries_span(
     dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, start, stop, q0, q1, grad, scale0, scale1,
     row0, row1, rate, lse2, delta, k0, k1, v, col0, col1, table, dtable, lengths, ids, i, n, b, bh,
     h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
-    stride_ids, e0, e1, dv,
+    stride_ids, stt, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
@@ -355,7 +387,7 @@ def _queries_span(
     """The keys from start to stop, for dq and what belongs to a query."""
     CHECK: tl.constexpr = MASK or not EVEN
     # A scale of each query has a gradient that needs the numbers themselves.
-    EACH: tl.constexpr = WANT0 and MODE0 == 2
+    EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY
     next0, next1 = lse2, lse2
     if HAS_COL0 and (EACH or not SPREAD):
         next0 = _numbers(col0, start, num_keys, BN)
@@ -375,9 +407,10 @@ def _queries_span(
                 t0 = tl.dot(q1, tl.trans(kb1), t0, input_precision=PRECISION)
             else:
                 t1 = tl.dot(q1, tl.trans(kb1), input_precision=PRECISION)
-        # Started before the weights are formed, so that the two run side by side.
         values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
-        dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        if CLIP < 0:
+            # Started before the weights are formed, so that the two run side by side.
+            dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         if HAS_COL0 and (EACH or not SPREAD):
             c0 = next0[None, :]
             if not SPREAD:
@@ -389,7 +422,7 @@ def _queries_span(
             next1 = _numbers(col1, first_key + BN, num_keys, BN)
         bias = 0.0
         if BIAS == 2:
-            bias = _bias(table, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
+            bias = _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
         seen = j[None, :] >= 0
         if MASK:
             seen = _visible(
@@ -400,6 +433,8 @@ def _queries_span(
             lse2[:, None], rate[:, None], seen, E1, LINK0, LINK1, PARAM0, PARAM1, HAS_ROW0,
             HAS_ROW1, BIAS, MASK, FORM, SAME,
         )  # fmt: skip
+        if CLIP >= 0:
+            dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         if DROPOUT:
             kept = _kept(seed, bh, n[:, None], j[None, :], num_queries, num_keys, dropout)
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
@@ -410,7 +445,9 @@ def _queries_span(
         dq0 = tl.dot(u0.to(kb0.dtype), kb0, dq0, input_precision=PRECISION)
         if HAS_ROW0:
             dr0 += tl.sum(u0, 1)
-        if WANT0 and HAS_COL0 and MODE0 == 2:
+        if WANT0 and LINK0 != IDENTITY:
+            ds0 += tl.sum(u0 * t0, 1)
+        elif WANT0 and HAS_COL0 and MODE0 == 2:
             ds0 += tl.sum(u0 * c0, 1)
         if E1 > 0:
             u1 = u0
@@ -419,7 +456,9 @@ def _queries_span(
             dq1 = tl.dot(u1.to(kb1.dtype), kb1, dq1, input_precision=PRECISION)
             if HAS_ROW1:
                 dr1 += tl.sum(u1, 1)
-            if WANT1 and HAS_COL1 and MODE1 == 2:
+            if WANT1 and LINK1 != IDENTITY:
+                ds1 += tl.sum(u1 * t1, 1)
+            elif WANT1 and HAS_COL1 and MODE1 == 2:
                 ds1 += tl.sum(u1 * c1, 1)
         if BIAS == 2:
             away = i[:, None] - j[None, :]
@@ -436,15 +475,16 @@ def _queries_span(
 
 @triton.jit
 def _store_queries(
-    dq, ds, dr, q, row, scale, DQ, DS, DR, line, sums, n, num_queries, width,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, HAS_ROW: tl.constexpr,
-    WANT: tl.constexpr,
+    dq, ds, dr, q, row, scale, DQ, DS, DR, line, sums, rows, n, num_queries, width,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, LINK: tl.constexpr, NORM: tl.constexpr,
+    HAS_ROW: tl.constexpr, WANT: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale and drow, from sums without the scale."""
     inside = n < num_queries
     wide = q.to(tl.float32)
     if WANT:
-        ds += tl.sum(wide * dq, 1)
+        if LINK == IDENTITY:
+            ds += tl.sum(wide * dq, 1)
         if NORM and HAS_ROW:
             ds += dr * row / scale
         tl.store(DS + sums + n, ds, mask=inside)
@@ -455,7 +495,7 @@ def _store_queries(
         else:
             tl.store(DR + line + n, dr, mask=inside)
     e = tl.arange(0, WIDTH)
-    target = DQ + (line + n[:, None].to(tl.int64)) * width + e[None, :]
+    target = DQ + rows[:, None] * width + e[None, :]
     tl.store(target, dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
 
 
@@ -464,7 +504,7 @@ def backward_queries(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
     DQ0, DQ1, DS0, DS1, DR0, DR1, DTABLE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -474,7 +514,7 @@ def backward_queries(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale, drow and dtable of one block of queries."""
     bh = tl.program_id(1)
@@ -487,7 +527,8 @@ def backward_queries(
     line = bh.to(tl.int64) * num_queries
     none = tl.zeros((BM,), tl.float32)
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
-    grad = _rows(GRAD + line * dv, dv, n, dv, V, num_queries, True)
+    grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, False, TOKENS)
+    grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
     scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
     lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
@@ -515,9 +556,9 @@ def backward_queries(
     table, dtable = TABLE, DTABLE
     far = none
     if CLIP >= 0:
-        table = TABLE + line * (2 * CLIP + 1)
+        table = TABLE + b * stb + h * sth
         dtable = DTABLE + line * (2 * CLIP + 1)
-        last = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
+        last = table + n.to(tl.int64) * stt + 2 * CLIP
         far = LOG2E * tl.load(last, mask=inside, other=0.0)
     dq0 = tl.zeros((BM, E0), tl.float32)
     ds0, ds1, dr0, dr1, inner, later, earlier = none, none, none, none, none, none, none
@@ -550,31 +591,32 @@ def backward_queries(
                 grad, scale0, scale1, row0, row1, rate, lse2 - far if span == 1 else lse2, delta,
                 k0, k1, v, col0, col1, table, dtable, LENGTHS, IDS, i, n, b, bh, h0, h1,
                 hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
-                stride_ids, e0, e1, dv, E0,
+                stride_ids, stt, e0, e1, dv, E0,
                 E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0,
                 HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER, _form(FORM, _reach(CLIP, span, 1)),
                 SAME, span == 0 or span == 3, EVEN, WANT0, WANT1, DROPOUT, PRECISION, BN, SPREAD,
                 TMA,
             )  # fmt: skip
     sums = line + bh.to(tl.int64) * num_keys
+    rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if FORM == POLY:
         # The scale moves all weights of a row alike: it acts on log_mass alone.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         if WANT0:
             tl.store(DS0 + sums + n, PARAM0 * grad_lse / scale0, mask=inside)
         _store_queries(
-            dq0, none, none, q0, none, PARAM0 * rate, DQ0, DS0, DR0, line, sums, n, num_queries,
-            e0, E0, 2, False, False, False,
+            dq0, none, none, q0, none, PARAM0 * rate, DQ0, DS0, DR0, line, sums, rows, n, num_queries,
+            e0, E0, 2, LINK0, False, False, False,
         )  # fmt: skip
     else:
         _store_queries(
-            dq0, ds0, dr0, q0, row0, scale0, DQ0, DS0, DR0, line, sums, n, num_queries, e0, E0,
-            MODE0, NORM0, HAS_ROW0, WANT0,
+            dq0, ds0, dr0, q0, row0, scale0, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, E0,
+            MODE0, LINK0, NORM0, HAS_ROW0, WANT0,
         )  # fmt: skip
     if E1 > 0:
         _store_queries(
-            dq1, ds1, dr1, q1, row1, scale1, DQ1, DS1, DR1, line, sums, n, num_queries, e1, E1,
-            MODE1, NORM1, HAS_ROW1, WANT1,
+            dq1, ds1, dr1, q1, row1, scale1, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, E1,
+            MODE1, LINK1, NORM1, HAS_ROW1, WANT1,
         )  # fmt: skip
     if CLIP >= 0:
         ends = dtable + n.to(tl.int64) * (2 * CLIP + 1)

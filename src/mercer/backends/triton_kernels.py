@@ -112,9 +112,22 @@ def _scaled(t, scale, row, LINK: tl.constexpr, HAS_ROW: tl.constexpr):
 
 
 @triton.jit
+def _split(x, target, n, inside):
+    """Store numbers as COLUMNS columns of half precision that add up to them."""
+    e = tl.arange(0, COLUMNS)[None, :]
+    dtype = target.dtype.element_ty
+    high = x.to(dtype).to(tl.float32)
+    middle = (x - high).to(dtype).to(tl.float32)
+    low = x - high - middle
+    parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
+    parts = tl.where(e < 3, parts, 0.0)
+    tl.store(target + n[:, None] * COLUMNS + e, parts.to(dtype), mask=inside[:, None])
+
+
+@triton.jit
 def half_norms(
-    X, S, OUT, number, stride, num_heads, length, width, sxb, sxh, sxt,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr,
+    X, S, OUT, SPLIT_OUT, number, stride, num_heads, length, width, sxb, sxh, sxt,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """-|x|^2 / 2 of every place, times a scale; NaN where x is not finite."""
     bh = tl.program_id(1)
@@ -124,23 +137,17 @@ def half_norms(
     x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True).to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     line = bh.to(tl.int64) * length
-    scale = _scale(S, number, stride, h, line, n, inside, MODE)
-    tl.store(OUT + line + n, -0.5 * tl.sum(x * x, 1) * scale, mask=inside)
+    norm = -0.5 * tl.sum(x * x, 1) * _scale(S, number, stride, h, line, n, inside, MODE)
+    tl.store(OUT + line + n, norm, mask=inside)
+    if SPLIT:
+        _split(norm, SPLIT_OUT, line + n, inside)
 
 
 @triton.jit
 def split_columns(COL, OUT, count, BM: tl.constexpr):
-    """Numbers as COLUMNS columns of half precision that add up to them, [count, COLUMNS]."""
+    """Numbers as columns, [count, COLUMNS]."""
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    e = tl.arange(0, COLUMNS)[None, :]
-    x = tl.load(COL + n, mask=n < count, other=0.0)
-    high = x.to(OUT.dtype.element_ty).to(tl.float32)
-    middle = (x - high).to(OUT.dtype.element_ty).to(tl.float32)
-    low = x - high - middle
-    parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
-    parts = tl.where(e < 3, parts, 0.0)
-    target = OUT + n[:, None] * COLUMNS + e
-    tl.store(target, parts.to(OUT.dtype.element_ty), mask=(n < count)[:, None])
+    _split(tl.load(COL + n, mask=n < count, other=0.0), OUT, n, n < count)
 
 
 @triton.jit
@@ -250,6 +257,12 @@ def _rows(base, stride, index, width, WIDTH: tl.constexpr, limit, CHECK: tl.cons
 
 
 @triton.jit
+def _row_of(b, h, n, line, num_heads, length, TOKENS: tl.constexpr):
+    """Which row of an output belongs to place n of a head: head by head, or token by token."""
+    return (b * length + n) * num_heads + h if TOKENS else line + n
+
+
+@triton.jit
 def _head(tensor, b, h, stride_b, stride_h, TMA: tl.constexpr):
     """Where a head begins; the copy engine finds it by itself."""
     return tensor if TMA else tensor + b * stride_b + h * stride_h
@@ -270,10 +283,10 @@ def _block(
 
 
 @triton.jit
-def _bias(table, i, j, n, num_queries, CLIP: tl.constexpr):
+def _bias(table, stride, i, j, n, num_queries, CLIP: tl.constexpr):
     """table[n, clip(i - j) + c], to the base 2."""
     index = tl.minimum(tl.maximum(i - j, -CLIP), CLIP) + CLIP
-    pointers = table + n.to(tl.int64) * (2 * CLIP + 1) + index
+    pointers = table + n.to(tl.int64) * stride + index
     return LOG2E * tl.load(pointers, mask=n < num_queries, other=0.0)
 
 
@@ -321,7 +334,7 @@ def _ones(BM: tl.constexpr, dtype: tl.constexpr):
 def _forward_span(
     acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
     table, lengths, ids, i, n, b, bh, h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0,
-    skt0, skb1, skt1, svb, svt, stride_ids, e0, e1, dv,
+    skt0, skb1, skt1, svb, svt, stride_ids, stt, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
@@ -397,7 +410,7 @@ def _forward_span(
                 e += other
                 a = a * a1
             if BIAS == 2:
-                e += _bias(table, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
+                e += _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
             if FORM == FLAT:
                 # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
@@ -427,7 +440,7 @@ def _forward_span(
 def forward(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, OUT, LOW, LSE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -436,7 +449,7 @@ def forward(
     CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
-    INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
+    INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys."""
     bh = tl.program_id(1)
@@ -468,8 +481,8 @@ def forward(
     table = TABLE
     far = none
     if CLIP >= 0:
-        table = TABLE + line * (2 * CLIP + 1)
-        last = table + n.to(tl.int64) * (2 * CLIP + 1) + 2 * CLIP
+        table = TABLE + b * stb + h * sth
+        last = table + n.to(tl.int64) * stt + 2 * CLIP
         far = LOG2E * tl.load(last, mask=inside, other=0.0)
 
     acc = tl.zeros((BM, V), tl.float32)
@@ -512,7 +525,7 @@ def forward(
                 acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
                 far if span == 1 else none, k0, k1, v, col0, col1, table, LENGTHS, IDS, i, n, b, bh,
                 h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb,
-                svt, stride_ids, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1,
+                svt, stride_ids, stt, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1,
                 HAS_ROW0, HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER,
                 _form(FORM, _reach(CLIP, span, 1)), SAME, span == 0 or span == 3, EVEN, DROPOUT,
                 PRECISION, BN, INSIDE, SPREAD, TMA,
@@ -526,9 +539,12 @@ def forward(
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
     e = tl.arange(0, V)
+    target = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if SPLIT:
-        line += tl.program_id(2).to(tl.int64) * tl.num_programs(1) * num_queries
-    target = (line + n[:, None].to(tl.int64)) * dv + e[None, :]
+        part = tl.program_id(2).to(tl.int64) * tl.num_programs(1) * num_queries
+        line += part
+        target += part
+    target = target[:, None] * dv + e[None, :]
     mask = inside[:, None] & (e[None, :] < dv)
     rounded = out.to(OUT.dtype.element_ty)
     tl.store(OUT + target, rounded, mask=mask)
@@ -564,3 +580,87 @@ def merge(
     out = acc / safe[:, None]
     tl.store(OUT + n[:, None] * dv + e[None, :], out.to(OUT.dtype.element_ty), mask=mask)
     tl.store(LSE + n, tl.where(empty, float("-inf"), peak + tl.log(safe)), mask=inside)
+
+
+@triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """x as the sum of two of this dtype; float32 as it is, and zero."""
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def scores(
+    X, ROWS, OUT, num_heads, length, count, width, sxb, sxh, sxt, srh,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """<x_i, row_r> in float32 for all rows, [B, H, T, count]."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
+    rows = _rows(ROWS + h * srh, width, r, width, WIDTH, count, True)
+    high, low = _halves(rows, x.dtype)
+    out = tl.dot(x, tl.trans(high), input_precision=PRECISION)
+    out = tl.dot(x, tl.trans(low), out, input_precision=PRECISION)
+    target = OUT + (bh.to(tl.int64) * length + n[:, None]) * count + r[None, :]
+    tl.store(target, out, mask=(n < length)[:, None] & (r < count)[None, :])
+
+
+@triton.jit
+def scores_to_queries(
+    GRAD, ROWS, DX, num_heads, length, count, width, srh,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """sum_r dscore_ir row_r."""
+    bh = tl.program_id(1)
+    h = bh % num_heads
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    acc = tl.zeros((BM, WIDTH), tl.float32)
+    line = bh.to(tl.int64) * length
+    for start in tl.range(0, count, BR):
+        r = start + tl.arange(0, BR)
+        mask = (n < length)[:, None] & (r < count)[None, :]
+        grad = tl.load(GRAD + (line + n[:, None]) * count + r[None, :], mask=mask, other=0.0)
+        rows = _rows(ROWS + h * srh, width, r, width, WIDTH, count, True)
+        if HALF:
+            gh, gl = _halves(grad, tl.bfloat16)
+            rh, rl = _halves(rows, tl.bfloat16)
+            acc = tl.dot(gh, rh, acc)
+            acc = tl.dot(gh, rl, acc)
+            acc = tl.dot(gl, rh, acc)
+        else:
+            acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
+    e = tl.arange(0, WIDTH)
+    target = DX + (line + n[:, None]) * width + e[None, :]
+    mask = (n < length)[:, None] & (e < width)[None, :]
+    tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scores_to_rows(
+    X, GRAD, DROWS, num_heads, length, count, width, sxb, sxh, sxt,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sum_i dscore_ir x_i over a part of the places, [B H, parts, count, width]."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    acc = tl.zeros((BR, WIDTH), tl.float32)
+    line = bh.to(tl.int64) * length
+    first = tl.program_id(0) * PART
+    for start in tl.range(first, tl.minimum(first + PART, length), BM):
+        n = start + tl.arange(0, BM)
+        mask = (r < count)[:, None] & (n < length)[None, :]
+        grad = tl.load(GRAD + (line + n[None, :]) * count + r[:, None], mask=mask, other=0.0)
+        x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
+        high, low = _halves(grad, x.dtype)
+        acc = tl.dot(high, x, acc, input_precision=PRECISION)
+        acc = tl.dot(low, x, acc, input_precision=PRECISION)
+    e = tl.arange(0, WIDTH)
+    parts = bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    target = DROWS + (parts * count + r[:, None]) * width + e[None, :]
+    tl.store(target, acc, mask=(r < count)[:, None] & (e < width)[None, :])

@@ -41,15 +41,21 @@ class Static(NamedTuple):
 
     slots: tuple[Slot, ...]
     filter: tuple[tuple[int, ...], ...]
-    first: int
     simple: bool
     dropout_p: float
     trains: bool
+    first: int
+    tokens: bool  # outputs and gradients lie token by token, [B, T, H, D] in memory
     shape: tuple[int, int, int]  # batch, heads, queries
 
     def text(self) -> str:
-        """For operators, which take numbers, text and tensors."""
-        return repr((tuple(tuple(slot) for slot in self.slots), *self[1:]))
+        """What has no size, for operators, which take numbers, text and tensors."""
+        slots = tuple(tuple(slot) for slot in self.slots)
+        return repr((slots, self.filter, self.simple, self.dropout_p, self.trains))
+
+    def sizes(self) -> list[int]:
+        """The rest: a compiled graph may leave these open."""
+        return [self.first, int(self.tokens), *self.shape]
 
     @property
     def precise(self) -> bool:
@@ -57,10 +63,18 @@ class Static(NamedTuple):
         return self.trains and any(slot.wants for slot in self.slots)
 
 
+def parse(text: str, sizes: list[int]) -> Static:
+    """What `text` and `sizes` said."""
+    first, tokens, batch, heads, num_queries = sizes
+    slots, filter, simple, dropout_p, trains = _parsed(text)
+    shape = (batch, heads, num_queries)
+    return Static(slots, filter, simple, dropout_p, trains, first, bool(tokens), shape)
+
+
 @lru_cache(maxsize=1024)
-def parse(text: str) -> Static:
+def _parsed(text: str) -> tuple[Any, ...]:
     slots, *rest = ast.literal_eval(text)
-    return Static(tuple(Slot(*slot) for slot in slots), *rest)
+    return tuple(Slot(*slot) for slot in slots), *rest
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ class Inputs:
         """With features side by side in memory, and the small tensors contiguous."""
         q, k = [_readable(x) for x in self.q], [_readable(x) for x in self.k]
         scale, row = ([x.contiguous() for x in xs] for xs in (self.scale, self.row))
-        table = None if self.table is None else self.table.contiguous()
+        table = None if self.table is None else _readable(self.table)
         return Inputs(
             q, k, _readable(self.v), scale, row, self.col, table, self.lengths, self.ids, self.seed
         )
@@ -117,24 +131,21 @@ class Launch:
     grid: tuple[int, int, int]
     constants: dict[str, Any]
     options: dict[str, int]
-    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    compiled: Any = None
 
     def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
+        # Triton would look for the compiled kernel anew by each of some eighty arguments. All that
+        # it is specialised for is in the key under which this launch is kept.
         if INTERPRETED:
             self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
-            return
-        # Triton would look for the compiled kernel anew by each of some eighty arguments.
-        device = tensors[-1].device
-        key = (device, *(x.data_ptr() & 15 if isinstance(x, Tensor) else 0 for x in tensors))
-        found = self.compiled.get(key)
-        if found is None:
-            with torch.cuda.device(device):
-                self.compiled[key] = self.kernel[self.grid](
+        elif self.compiled is None:
+            with torch.cuda.device(tensors[-1].device):
+                self.compiled = self.kernel[self.grid](
                     *tensors, *numbers, **self.constants, **self.options
                 )
-            return
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        found[self.grid](*tensors, *numbers, *self.constants.values(), stream=stream)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(tensors[-1].device.index)
+            self.compiled[self.grid](*tensors, *numbers, *self.constants.values(), stream=stream)
 
 
 @dataclass(eq=False)
@@ -166,13 +177,13 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
     """The plan of a call; those with the same shapes share one."""
     read = (*x.q, *x.k, x.v, ready.columns, ready.col0, ready.col1)
+    options = [y for y in (x.table, x.lengths, x.ids) if y is not None]
     key = (
-        static, x.v.dtype, *(y.shape for y in read), *(y.stride() for y in read),
-        None if x.table is None else x.table.shape[-1],
-        *((None, 0) if y is None else (y.dtype, y.shape[0]) for y in (x.lengths, x.ids)),
+        static, x.v.dtype, x.v.device, *(y.shape for y in read), *(y.stride() for y in read),
+        x.table is None, x.lengths is None, *((y.dtype, y.shape, y.stride()) for y in options),
         *(y.numel() for y in x.scale),
-        # The copy engine reads from multiples of 16 bytes.
-        *(y.data_ptr() % 16 for y in read[:-3]),
+        # Triton, and the copy engine, tell apart what begins at a multiple of 16 bytes.
+        *(y.data_ptr() % 16 for y in (*read, *x.scale, *x.row, *options)),
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -194,6 +205,7 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     strides += [s for y in (c0, c1) for s in _strides(y, batch)[:2]]
     strides.append(0 if x.ids is None or x.ids.shape[0] == 1 else x.ids.stride(0))
     strides += [0 if y.numel() == 1 else 1 for y in (x.scale[0], x.scale[-1])]
+    strides += (0, 0, 0) if x.table is None else x.table.stride()[:3]
     strides += [heads, *(heads // y.shape[1] for y in (k0, k1, v))]
     strides += [heads // y.shape[1] if y.dim() == 3 else 1 for y in (c0, c1)]
     form, same = _form(static, x.table is not None, v.dtype)
@@ -259,6 +271,30 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _aligned(x: Tensor, tokens: bool = False) -> Tensor:
+    """Contiguous, or contiguous token by token, and from a multiple of 16 bytes on."""
+    if tokens:
+        return _aligned(x.transpose(1, 2)).transpose(1, 2)
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def empty(like: Tensor, batch: int, heads: int, length: int, width: int, tokens: bool) -> Tensor:
+    """[B, H, T, width], head by head or token by token in memory."""
+    if tokens:
+        return like.new_empty(batch, length, heads, width).transpose(1, 2)
+    return like.new_empty(batch, heads, length, width)
+
+
+def by_tokens(x: Tensor) -> bool:
+    """Whether [B, H, T, D] lies token by token in memory; a few queries are not worth it."""
+    if x.shape[1] == 1 or x.shape[2] <= SPLIT[0]:
+        return False
+    # Dynamo does not compare strides that depend on a length.
+    compiling = torch.compiler.is_compiling()
+    return not x.is_contiguous() if compiling else x.stride(1) < x.stride(2)
+
+
 def copies(x: Tensor) -> bool:
     """Whether the copy engine can read x: on Hopper and later, in multiples of 16 bytes."""
     if not (INTERPRETED or _hopper(x.device)) or x.data_ptr() % 16:
@@ -293,20 +329,22 @@ def describe(x: Tensor, rows: int, width: int) -> Any:
 def prepare(x: Inputs, static: Static, inside: bool = False) -> Numbers:
     """Numbers per key and per query; `inside`: a kernel forms the first slot's norms itself."""
     cols, rows = [], []
+    # float16 ends too early for columns, and float32 has no fast product.
+    spread = len(x.q) == 1 and not inside and (INTERPRETED or x.v.dtype == torch.bfloat16)
+    columns: Tensor | None = None
     for n, slot in enumerate(static.slots):
         col, row, k = x.col[n], x.row[n], x.k[n]
         if slot.norm and not inside:
             # A distance's own numbers; those that came join them.
-            norms = _norms(k, col, None, (k.shape[0], k.shape[1], k.shape[2]))
-            col = norms if not col.numel() else add(norms, col)
+            came, shape = col.numel() > 0, (k.shape[0], k.shape[1], k.shape[2])
+            norms, columns = _norms(k, col, None, shape, spread and not came)
+            col = add(norms, col) if came else norms
         if slot.norm and slot.link:
-            row = _norms(x.q[n], x.scale[n], slot, static.shape)
+            row, _ = _norms(x.q[n], x.scale[n], slot, static.shape, False)
         cols.append(col)
         rows.append(row)
-    columns = cols[0]
-    if len(cols) == 1 and columns.numel() and (INTERPRETED or x.v.dtype == torch.bfloat16):
-        # float16 ends too early for them, and float32 has no fast product.
-        columns = _columns(columns, x.v.dtype)
+    if columns is None:
+        columns = _columns(cols[0], x.v.dtype) if spread and cols[0].numel() else cols[0]
     return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns)
 
 
@@ -326,8 +364,8 @@ def _helper(
     """Start one of the small kernels."""
     from . import triton_backward, triton_kernels
 
-    kinds = (x.dtype for x in tensors)
-    key = (name, grid, *constants.values(), *kinds, *numbers)
+    kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
+    key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
     found = _helpers.get(key)
     if found is None:
         if len(_helpers) > 4096:
@@ -337,17 +375,21 @@ def _helper(
     found(tensors, numbers)
 
 
-def _norms(x: Tensor, scale: Tensor, slot: Slot | None, shape: tuple[int, int, int]) -> Tensor:
-    """-scale |x|^2 / 2, of shape; without a slot the scale is 1."""
+def _norms(
+    x: Tensor, scale: Tensor, slot: Slot | None, shape: tuple[int, int, int], split: bool
+) -> tuple[Tensor, Tensor | None]:
+    """-scale |x|^2 / 2, of shape, and the same as columns; without a slot the scale is 1."""
     out = x.new_empty(shape, dtype=torch.float32)
+    columns = x.new_empty(*shape, 16) if split else None
     width = x.shape[-1]
     mode, number = (0, 1.0) if slot is None else (slot.mode, slot.number)
     _helper(
         "half_norms", (-(-shape[2] // 64), shape[0] * shape[1], 1),
-        {"WIDTH": room(width), "MODE": mode, "BM": 64}, (x, scale, out),
+        {"WIDTH": room(width), "MODE": mode, "BM": 64, "SPLIT": split},
+        (x, scale, out, out if columns is None else columns),
         (number, 0 if scale.numel() == 1 else 1, shape[1], shape[2], width, *_strides(x, shape[0])),
     )  # fmt: skip
-    return out
+    return out, columns
 
 
 def _columns(col: Tensor, dtype: torch.dtype) -> Tensor:
@@ -360,7 +402,7 @@ def _columns(col: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # (BM, BN, warps, stages) by kernel, width and what the weights need, measured on an H200. With two
-# stages, ptxas 12.8 fails on the pass over queries.
+# stages, the ptxas of Triton 3.6 fails on the pass over queries.
 SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
     ("forward", 64, "plain"): (64, 128, 4, 3),
     ("forward", 64, "keyed"): (64, 64, 4, 3),
@@ -376,18 +418,22 @@ SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
     ("keys", 64, "link"): (64, 64, 4, 3),
     ("keys", 128, "plain"): (32, 64, 4, 3),
     ("keys", 128, "keyed"): (64, 64, 4, 2),
+    ("keys", 128, "each"): (32, 64, 4, 3),
     ("keys", 128, "parts"): (64, 64, 4, 2),
     ("keys", 128, "table"): (64, 64, 4, 2),
     ("keys", 128, "link"): (32, 64, 4, 3),
+    ("keys", 256, "parts"): (64, 64, 4, 2),
     ("keys", 256, "plain"): (32, 64, 8, 2),
     ("keys", 256, "link"): (32, 32, 8, 1),
     ("keys", 512, "plain"): (32, 32, 8, 1),
     ("keys", 512, "link"): (16, 32, 8, 1),
     ("queries", 64, "link"): (64, 64, 4, 3),
+    ("queries", 64, "table"): (64, 32, 4, 3),
     ("queries", 128, "plain"): (128, 64, 8, 3),
     ("queries", 128, "parts"): (64, 64, 4, 3),
     ("queries", 128, "table"): (64, 32, 4, 3),
     ("queries", 128, "link"): (128, 64, 8, 3),
+    ("queries", 256, "parts"): (64, 32, 4, 3),
     ("queries", 256, "plain"): (64, 32, 8, 3),
     ("queries", 256, "link"): (32, 32, 8, 1),
     ("queries", 512, "plain"): (32, 32, 8, 1),
@@ -396,7 +442,11 @@ SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
 # Where numbers per key are columns of a product; elsewhere they are added to it.
 SPREADS = {("forward", 64), ("queries", 64), ("queries", 128)}
 # What needs more is tried in this order.
-FALLBACKS = {"keyed": ("plain", "link"), "parts": ("plain", "link"), "table": ("link",)}
+FALLBACKS = {
+    "each": ("keyed", "plain", "link"),
+    "keyed": ("plain", "link"),
+    "parts": ("plain", "link"),
+}
 SPLIT = (16, 64, 4, 3)
 
 
@@ -415,7 +465,7 @@ def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
     linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
     needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
     if needs == "plain" and c["HAS_COL0"]:
-        needs = "keyed"
+        needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = _bucket(p)
     for name in (needs, *FALLBACKS.get(needs, ("link",))):
         if (kind, bucket, name) in SIZES:
@@ -423,9 +473,12 @@ def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
     return 16, 16, 4, 1
 
 
-def _launch(p: Plan, kind: str, parts: int, inside: bool, grad_copies: bool, low: bool) -> Launch:
+def _launch(
+    p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
+    low: bool = False, part: int = 0,
+) -> Launch:  # fmt: skip
     """The kernel of this kind for the plan."""
-    key = (kind, parts, inside, grad_copies, low)
+    key = (kind, parts, inside, grad_copies, low, part)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -451,9 +504,10 @@ def _launch(p: Plan, kind: str, parts: int, inside: bool, grad_copies: bool, low
             kernel = triton_backward.backward_queries
             flags["SPREAD"] = spread
     if kind == "keys":
-        flags["TMA"] = q0 and grad_copies and (q1 or not two)
+        flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part}
     else:
         flags["TMA"] = k0 and v and (k1 or not (two or spread))
+    flags["TOKENS"] = p.static.tokens
     # Beside a table by pointers the copy engine's barriers cost more than they save.
     flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or _bucket(p) > 64)
     constants = p.constants | flags
@@ -486,8 +540,8 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
     return tensors
 
 
-def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
-    """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
+def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, tuple[Plan, Numbers]]:
+    """(out, log_mass without the rows of plain factors, what rounding took from out, the rest)."""
     x = x.readable()
     v = x.v
     batch, heads, num_queries = static.shape
@@ -496,10 +550,10 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     inside = parts > 1 and len(x.q) == 1 and first.norm and not (first.link or x.col[0].numel())
     ready = prepare(x, static, inside)
     p = plan(x, static, ready)
-    out = v.new_empty(*static.shape, v.shape[-1])
+    out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = torch.empty_like(out) if keeps_low(static, x.table, v) else lse.new_empty(0)
-    launch = _launch(p, "forward", parts, inside, False, low.numel() > 0)
+    launch = _launch(p, "forward", parts=parts, inside=inside, low=low.numel() > 0)
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
@@ -510,7 +564,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
             "merge", (-(-rows // 4), 1, 1), {"SPLITS": parts, "V": p.constants["V"], "BM": 4},
             (targets[0], targets[2], out, lse), (rows, v.shape[-1]),
         )  # fmt: skip
-    return out, lse, low, ready
+    return out, lse, low, (p, ready)
 
 
 def keeps_low(static: Static, table: Tensor | None, v: Tensor) -> bool:
@@ -531,45 +585,50 @@ def _splits(x: Inputs, static: Static) -> int:
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
-    static: Static, ready: Numbers | None = None,
+    static: Static, kept: tuple[Plan, Numbers] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, scale, row, col and the table, in this order."""
     x = given.readable()
     v = x.v
-    if ready is None:
+    if kept is None:
         ready = prepare(x, static)
-    p = plan(x, static, ready)
+        kept = plan(x, static, ready), ready
+    p, ready = kept
     numbers = p.numbers(x.seed)
     (batch, heads, num_queries), num_keys = static.shape, p.num_keys
-    grad_out, grad_lse = grad_out.contiguous(), grad_lse.contiguous()
+    tokens = static.tokens
+    grad_out, grad_lse = _aligned(grad_out, tokens), _aligned(grad_lse)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    rows, width = batch * heads * num_queries, v.shape[-1]
+    width = v.shape[-1]
     _helper(
-        "delta", (-(-rows // 64), 1, 1),
-        {"V": p.constants["V"], "BM": 64, "HAS_LOW": low.numel() > 0},
-        (out, low, grad_out, lse, grad_lse, delta, lse2), (rows, width),
+        "delta", (-(-num_queries // 64), batch * heads, 1),
+        {"V": p.constants["V"], "BM": 64, "HAS_LOW": low.numel() > 0, "TOKENS": tokens},
+        (out, low, grad_out, lse, grad_lse, delta, lse2), (heads, num_queries, width),
     )  # fmt: skip
     slots = static.slots
     none = lse.new_empty(0)
-    dq = [y.new_empty(batch, heads, num_queries, y.shape[-1]) for y in x.q]
-    dk = [y.new_empty(batch, heads, num_keys, y.shape[-1]) for y in x.k]
-    dv = v.new_empty(batch, heads, num_keys, width)
+    dq = [empty(y, batch, heads, num_queries, y.shape[-1], tokens) for y in x.q]
+    dk = [empty(y, batch, heads, num_keys, y.shape[-1], tokens) for y in x.k]
+    dv = empty(v, batch, heads, num_keys, width, tokens)
     ds = [
         lse.new_empty(batch, heads, num_queries + num_keys) if slot.wants else none
         for slot in slots
     ]
     drow = [torch.empty_like(y) for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
-    dtable = [] if x.table is None else [torch.zeros_like(x.table)]
-    launch = _launch(p, "keys", 1, False, copies(grad_out), False)
-    tma, c = launch.constants["TMA"], launch.constants
-    launch(
-        (*_tensors(x, ready, p, launch, "keys"),
-         describe(grad_out, c["BM"], c["V"]) if tma else grad_out,
-         lse2, delta, dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
-        numbers,
-    )  # fmt: skip
-    launch = _launch(p, "queries", 1, False, False, False)
+    dtable = [] if x.table is None else [lse.new_zeros(x.table.shape)]
+    # Two wide slots and the values are more than the registers hold: then one pass for each slot.
+    wide = len(slots) == 2 and p.constants["E0"] + p.constants["E1"] + p.constants["V"] > 256
+    for part in (1, 2) if wide else (0,):
+        launch = _launch(p, "keys", grad_copies=copies(grad_out), part=part)
+        c = launch.constants
+        launch(
+            (*_tensors(x, ready, p, launch, "keys"),
+             describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
+             lse2, delta, dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
+            numbers,
+        )  # fmt: skip
+    launch = _launch(p, "queries")
     launch(
         (*_tensors(x, ready, p, launch, "queries"), grad_out, lse2, delta, grad_lse, dq[0], dq[-1],
          ds[0], ds[-1], drow[0], drow[-1], dtable[0] if dtable else delta),
@@ -598,8 +657,62 @@ def _to_scale(sums: Tensor, given: Tensor, num_queries: int) -> Tensor:
 
 def _reduced(grad: Tensor, given: Tensor) -> Tensor:
     """Summed over the heads and sequences that read the same tensor."""
+    if given.shape[:2] == grad.shape[:2]:
+        return grad.to(given.dtype)
     if given.shape[1] != grad.shape[1]:
         grad = grad.unflatten(1, (given.shape[1], -1)).sum(2, dtype=torch.float32)
     if given.shape[0] != grad.shape[0]:
         grad = grad.sum(0, keepdim=True, dtype=torch.float32)
-    return grad.to(given.dtype)
+    return grad.to(given.dtype).contiguous()
+
+
+# Places of a sum that one program takes.
+PART = 1024
+
+
+def _scoring(x: Tensor) -> dict[str, Any]:
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    # Blocks of float32 are twice as large.
+    block = 32 if x.dtype == torch.float32 else 64
+    return {"WIDTH": room(x.shape[-1]), "BM": 64, "BR": block, "PRECISION": precision}
+
+
+def scores(x: Tensor, rows: Tensor) -> Tensor:
+    """<x_i, row_r> in float32, [B, H, T, R], for x [B, H, T, D] and rows [1 or H, R, D]."""
+    x, rows = _readable(x), rows.contiguous()
+    batch, heads, length, width = x.shape
+    count = rows.shape[1]
+    out = rows.new_empty(batch, heads, length, count)
+    constants = _scoring(x)
+    blocks = -(-count // constants["BR"])
+    _helper(
+        "scores", (-(-length // 64), batch * heads, blocks), constants, (x, rows, out),
+        (heads, length, count, width, *_strides(x, batch), _per_head(rows)),
+    )  # fmt: skip
+    return out
+
+
+def scores_backward(grad: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the rows."""
+    given, x, rows = rows, _readable(x), rows.contiguous()
+    batch, heads, length, width = x.shape
+    count, parts = rows.shape[1], -(-length // PART)
+    constants = _scoring(x)
+    dx = x.new_empty(x.shape)
+    half = x.dtype.itemsize == 2
+    _helper(
+        "scores_to_queries", (-(-length // 64), batch * heads, 1), constants | {"HALF": half},
+        (grad, rows, dx), (heads, length, count, width, _per_head(rows)),
+    )  # fmt: skip
+    sums = rows.new_empty(batch, heads, parts, count, width)
+    _helper(
+        "scores_to_rows", (parts, batch * heads, -(-count // constants["BR"])),
+        constants | {"PART": PART}, (x, grad, sums),
+        (heads, length, count, width, *_strides(x, batch)),
+    )  # fmt: skip
+    drows = sums.sum((0, 2))
+    return dx, drows if given.shape[0] == heads else drows.sum(0, keepdim=True)
+
+
+def _per_head(rows: Tensor) -> int:
+    return 0 if rows.shape[0] == 1 else rows.stride(0)

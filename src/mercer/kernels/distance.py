@@ -44,7 +44,7 @@ class Distance(Kernel):
         super().__init__()
         self.on = on
         self.relative_to_default = bandwidth is None
-        log = _log_bandwidth(bandwidth, heads)
+        log = read_bandwidth(bandwidth, heads)
         if trainable:
             self.log_bandwidth = nn.Parameter(log)
         else:
@@ -56,13 +56,16 @@ class Distance(Kernel):
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s^2, [H or 1, 1, 1]."""
-        s = self.bandwidth(x.shape[-1]).to(accumulator(x.dtype))
-        if s.dim() and s.numel() not in (1, x.shape[1]):
+        log = self.log_bandwidth.to(accumulator(x.dtype))
+        if log.dim() and log.numel() != 1 and log.numel() != x.shape[1]:
             raise ValueError(
-                f"the kernel has bandwidths for {s.numel()} heads, "
+                f"the kernel has bandwidths for {log.numel()} heads, "
                 f"but the queries have {x.shape[1]}"
             )
-        return s.reshape(-1, 1, 1) ** -2
+        precision = (-2.0 * log).exp()
+        if self.relative_to_default:
+            precision = precision * _default(x.shape[-1]) ** -2
+        return precision.reshape(-1, 1, 1)
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = self.select(q, k)
@@ -206,7 +209,8 @@ def _default(dim: int) -> float:
     return math.sqrt(math.sqrt(dim) / 2)
 
 
-def _log_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
+def read_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
+    """log s, checked: one number or one per head; zeros where none is given."""
     if heads is not None and heads < 1:
         raise ValueError(f"heads must be at least 1, but came as {heads}")
     if bandwidth is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..features import Features, Input
-from ..term import Factor, Relative, Slope, Term, accumulator
+from ..term import Factor, Relative, Scored, Slope, Term, accumulator
 from .base import Kernel
 
 
@@ -58,10 +58,13 @@ class Lookup(Positional):
         return scores.gather(-1, index.expand(*scores.shape[:2], *index.shape))
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        return (Term(biases=(Relative(table=self.scores(q)),)),)
+        return (Term(biases=(self.bias(q),)),)
 
     def scores(self, q: Input) -> Tensor:
         """scale <q_i, a_d> for every distance d."""
+        return self.bias(q).table
+
+    def bias(self, q: Input) -> Scored:
         q = Features.of(q).part(self.on)
         if self.table.shape[-1] != q.shape[-1]:
             raise ValueError(
@@ -73,8 +76,8 @@ class Lookup(Positional):
                 f"the table has {self.table.shape[0]} heads, but the queries have {q.shape[1]}"
             )
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        wide = accumulator(q.dtype)
-        return q.to(wide) @ (scale * self.table.to(wide)).mT
+        rows = scale * self.table.to(accumulator(q.dtype))
+        return Scored(q=q, rows=rows if rows.dim() == 3 else rows[None])
 
     @property
     def formula(self) -> str:
@@ -253,4 +256,4 @@ def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
 def frequencies(width: int, base: float, device: torch.device) -> Tensor:
     """w_p = base^(-2p / P), [P / 2]; in float64, for angles of long sequences."""
     p = torch.arange(0, width, 2, device=device, dtype=torch.float64)
-    return torch.tensor(base, dtype=torch.float64, device=device) ** (-p / width)
+    return torch.pow(base, -p / width)

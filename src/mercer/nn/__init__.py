@@ -3,6 +3,9 @@
 from .attention import KernelAttention as KernelAttention
 from .cache import Cache as Cache
 from .cache import SegmentMemory as SegmentMemory
+from .gaussian import GaussianAttention as GaussianAttention
+from .gaussian import gaussian_report as gaussian_report
+from .gaussian import layer_windows as layer_windows
 from .positions import ALiBi as ALiBi
 from .positions import DirectSum as DirectSum
 from .positions import Grid2D as Grid2D

@@ -64,7 +64,7 @@ class KernelAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         context_dim = d_model if context_dim is None else context_dim
-        _check_sizes(d_model, num_heads, num_kv_heads, head_dim, context_dim)
+        check_sizes(d_model, num_heads, num_kv_heads, head_dim, context_dim)
         if value not in ("content", "content+position"):
             raise ValueError(
                 f"value must be 'content' or 'content+position', but came as {value!r}"
@@ -324,9 +324,10 @@ def _describe(tokens: TokenKernels, cut: int) -> str:
     return f"{said} ({tokens.boundary}), beside the call below" if cut else said
 
 
-def _check_sizes(
+def check_sizes(
     d_model: int, num_heads: int, num_kv_heads: int, head_dim: int | None, context_dim: int
 ) -> None:
+    """Raise ValueError for sizes that do not fit each other."""
     sizes = {"d_model": d_model, "num_heads": num_heads, "context_dim": context_dim}
     sizes |= {} if head_dim is None else {"head_dim": head_dim}
     for name, size in sizes.items():

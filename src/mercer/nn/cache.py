@@ -35,8 +35,15 @@ class Cache:
         return self.length if self.asked is None else self.asked
 
     @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        held = list(self._keys.values()) + ([] if self._values is None else [self._values])
+        return sum(x.numel() for x in held)
+
+    @property
     def keys(self) -> Features:
-        return Features(**self._keys)
+        shared = self._values is not None and not self._keys
+        return Features(content=self.values) if shared else Features(**self._keys)
 
     @property
     def values(self) -> Tensor:
@@ -44,16 +51,17 @@ class Cache:
             raise ValueError("the cache is empty")
         return self._values
 
-    def append(self, keys: Features, values: Tensor) -> None:
-        """More keys and values, after those that are there."""
+    def append(self, keys: Features | None, values: Tensor) -> None:
+        """More keys and values, after those that are there; None: the values are the keys."""
+        parts = {} if keys is None else dict(keys.items())
         if self._values is None:
-            self._keys, self._values = dict(keys.items()), values
+            self._keys, self._values = parts, values
             return
         if values.shape[0] != self._values.shape[0]:
             raise ValueError(
                 f"the cache holds {self._values.shape[0]} sequences, but {values.shape[0]} came"
             )
-        self._keys = {name: _after(self._keys[name], x) for name, x in keys.items()}
+        self._keys = {name: _after(self._keys[name], x) for name, x in parts.items()}
         self._values = torch.cat([self._values, values], 2)
 
     def extend_ids(self, token_ids: Tensor) -> Tensor:

@@ -1,0 +1,347 @@
+"""Gaussian Kernel Attention (Kundu et al. 2026): attention without projections.
+
+What this must meet: d_model^2 + H parameters and nothing else; x [B, T, d_model] is read as query,
+key and value through one strided view, without copies; a bandwidth cannot leave its bounds; the
+cache holds x once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..explain import Explanation, explain
+from ..features import Features, Input
+from ..filters import Causal, Filter, Window
+from ..kernels import Kernel
+from ..kernels.distance import Bandwidth, read_bandwidth, squared_distance
+from ..problem import check_options
+from ..smoother import smooth
+from ..term import Apart, Term, accumulator
+from .attention import check_sizes
+from .cache import Cache, SegmentMemory
+from .positions import Rotary, place
+from .report import Report, measure
+
+# Bandwidths start from sqrt(D) / SPREAD to sqrt(D) * SPREAD, evenly in the logarithm.
+SPREAD = 2.0
+# A trained bandwidth stays within a factor of BOUND of where it could start. It is free up to half
+# of that, and bends over the last factor of two.
+BOUND = 16.0
+BEND = math.log(2.0)
+# How far, in the logarithm, a query may move its own bandwidth from that of its head.
+ADAPTIVE_REACH = 2.0
+
+
+class GaussianAttention(nn.Module):
+    """out_i = sum_j w_ij x_j / sum_j w_ij, w_ij = exp(-|x_i - x_j|^2 / 2 s_h^2), then projected.
+
+    The heads are slices of x, which should come normalised, as a block with a norm before its
+    attention gives it. Parameters: `log_bandwidth` [H] and `out.weight`.
+
+    Args:
+        d_model, num_heads: the width of x and the number of heads, which divides it.
+        bandwidth: where s starts, one number or one per head; by default spread over the heads
+            around sqrt(D).
+        filter: which places are seen, unless `forward` is given another.
+        rotary: rotate the features before the distance is taken; True, or a `Rotary(base)`.
+        adaptive: every query moves the bandwidth, log s_i = log s_h + 2 tanh(<x_i, w_h> / 2). It
+            adds w, the parameter `steering` [H, D], d_model numbers.
+        trainable: whether the bandwidths are learned; else they are a buffer.
+        normalize: divide x by its root mean square first, without weights.
+        dropout: the share of weights dropped in training.
+        backend: as in `smooth`.
+    """
+
+    log_bandwidth: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        bandwidth: Bandwidth = None,
+        filter: Filter = Causal(),
+        rotary: bool | Rotary = False,
+        adaptive: bool = False,
+        trainable: bool = True,
+        normalize: bool = False,
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model, num_heads, num_heads, None, d_model)
+        check_options(filter, backend, dropout)
+        self.d_model, self.num_heads, self.head_dim = d_model, num_heads, d_model // num_heads
+        self.filter, self.dropout, self.backend = filter, dropout, backend
+        self.adaptive, self.trainable, self.normalize = adaptive, trainable, normalize
+
+        if bandwidth is None:
+            bandwidth = spread(self.head_dim, num_heads)
+        start = read_bandwidth(bandwidth, num_heads)
+        self._start: tuple[float, ...] = tuple(start.tolist())
+        self.bounds = _bounds(self.head_dim, self._start)
+        if trainable:
+            self.log_bandwidth = nn.Parameter(start)
+        else:
+            self.register_buffer("log_bandwidth", start)
+        self.rotary: Rotary | None = None
+        if rotary:
+            template = Rotary() if rotary is True else rotary
+            if not isinstance(template, Rotary):
+                raise ValueError(f"rotary must be True, False or a Rotary, but came as {rotary!r}")
+            position = place(template, d_model, num_heads, self.head_dim)
+            assert isinstance(position, Rotary)
+            self.rotary = position
+        if adaptive:
+            self.steering = nn.Parameter(torch.zeros(num_heads, self.head_dim))
+        self.out = nn.Linear(d_model, d_model, bias=False)
+        # In a tuple, so that the kernel, which reads this layer, is not a part of it.
+        self._kernel = (_LayerRBF(self),)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Back to the start."""
+        self.log_bandwidth.copy_(torch.tensor(self._start))
+        if self.adaptive:
+            self.steering.zero_()
+        self.out.reset_parameters()
+
+    @property
+    def bandwidth(self) -> Tensor:
+        """s, one per head; with `adaptive`, where the queries start from."""
+        return self._log_bandwidth(self.log_bandwidth.dtype).exp()
+
+    @property
+    def joined_kernel(self) -> Kernel:
+        """The kernel of all heads."""
+        return self._kernel[0]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether k(x, y) = k(y, x) for the inputs themselves."""
+        return self.joined_kernel.symmetric
+
+    @property
+    def valid(self) -> bool:
+        """Whether it is a symmetric positive semi-definite kernel of the inputs."""
+        return self.joined_kernel.valid
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        filter: Filter | None = None,
+        cache: Cache | SegmentMemory | None = None,
+    ) -> Tensor:
+        """[B, T, d_model] -> [B, T, d_model].
+
+        With a `Cache`, x continues what the cache has seen, and the filter is that of the whole
+        sequence. With a `SegmentMemory`, x also sees the states of earlier segments.
+        """
+        q, k, v, seen = self.parts(x, filter=filter, cache=cache)
+        out = smooth(
+            self.joined_kernel,
+            q,
+            k,
+            v,
+            filter=seen,
+            backend=self.backend,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def explain(self, x: Tensor, *, filter: Filter | None = None) -> Explanation:
+        """How `forward` would run."""
+        q, k, v, seen = self.parts(x, filter=filter)
+        dropout_p = self.dropout if self.training else 0.0
+        return explain(
+            self.joined_kernel, q, k, v, filter=seen, backend=self.backend, dropout_p=dropout_p
+        )
+
+    @torch.no_grad()
+    def report(self, x: Tensor, *, filter: Filter | None = None) -> Report:
+        """Of every head on this input: bandwidth, effective neighbourhood, weight on self.
+
+        It takes one pass of `smooth` in float32 or wider, and memory linear in T.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            q, k, _, seen = self.parts(x.to(accumulator(x.dtype)), filter=filter)
+            log_s = self.log_scale(q)
+            return measure(self.joined_kernel, q, k, log_s, seen, self._at_bound())
+
+    def parts(
+        self,
+        x: Tensor,
+        *,
+        filter: Filter | None = None,
+        cache: Cache | SegmentMemory | None = None,
+    ) -> tuple[Features, Features, Tensor, Filter]:
+        """The arguments of `smooth`: queries, keys, values and the filter."""
+        self._check(x, cache)
+        filter = self.filter if filter is None else filter
+        check_options(filter, self.backend, self.dropout)
+        if self.normalize:
+            x = F.rms_norm(x, (self.d_model,))
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            # Here once, and not for each of query, key and value.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        new, first = x.shape[1], 0
+        if isinstance(cache, SegmentMemory):
+            first = cache.seen - cache.length
+            x = cache.extend(x)
+        v = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
+        if isinstance(cache, Cache):
+            # A copy: what the caller does with x later is not the cache's business.
+            cache.append(None, v if cache.length else v.clone())
+            v = cache.values
+            filter = filter.until(v.shape[2], cache.start)
+        k = v
+        if self.rotary is not None:
+            # The cache holds v alone; its rotation costs less than to hold it too.
+            k = self.rotary.turn(v, torch.arange(first, first + v.shape[2], device=v.device))
+        q = Features(content=k[:, :, k.shape[2] - new :])
+        if self.rotary is not None and self.adaptive:
+            # What steers a bandwidth is the token, wherever it stands.
+            q = Features(content=q.part("content"), bare=v[:, :, v.shape[2] - new :])
+        return q, Features(content=k), v, filter
+
+    def log_scale(self, q: Features) -> Tensor:
+        """log s, [H, 1, 1]; with `adaptive` one for each query, [B, H, Q, 1]."""
+        x = q.part("bare" if "bare" in q else "content")
+        wide = accumulator(x.dtype)
+        log = self._log_bandwidth(wide)[:, None, None]
+        if not self.adaptive:
+            return log
+        steer = x.to(wide) @ self.steering.to(wide)[..., None]
+        return log + ADAPTIVE_REACH * torch.tanh(steer / ADAPTIVE_REACH)
+
+    def _log_bandwidth(self, dtype: torch.dtype) -> Tensor:
+        """log s, [H]: the parameter itself up to half of the bounds, then bent toward them."""
+        log = self.log_bandwidth.to(dtype)
+        if not self.trainable:
+            return log
+        free = log.clamp(self.bounds[0] + BEND, self.bounds[1] - BEND)
+        return free + BEND * torch.tanh((log - free) / BEND)
+
+    def _at_bound(self) -> list[bool]:
+        low, high = self.bounds[0] + BEND, self.bounds[1] - BEND
+        return [self.trainable and not low <= log <= high for log in self.log_bandwidth.tolist()]
+
+    def _check(self, x: Tensor, cache: object) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.d_model:
+            raise ValueError(f"x must be [B, T, {self.d_model}], but came as {list(x.shape)}")
+        if cache is not None and not isinstance(cache, Cache | SegmentMemory):
+            raise ValueError(
+                f"cache must be a Cache or a SegmentMemory, but came as {type(cache).__name__}"
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.d_model}, {self.num_heads}, filter={self.filter}, adaptive={self.adaptive}, "
+            f"trainable={self.trainable}, normalize={self.normalize}"
+        )
+
+
+class _LayerRBF(Kernel):
+    """exp(-|q - k|^2 / 2 s^2), with the bandwidths of a layer."""
+
+    def __init__(self, layer: GaussianAttention) -> None:
+        super().__init__()
+        self._layer = (layer,)
+        self.symmetric = self.valid = not layer.adaptive
+
+    @property
+    def query_parts(self) -> frozenset[str]:
+        layer = self._layer[0]
+        steered = layer.adaptive and layer.rotary is not None
+        return frozenset({"content", "bare"} if steered else {"content"})
+
+    @property
+    def key_parts(self) -> frozenset[str]:
+        return frozenset({"content"})
+
+    def precision(self, q: Input) -> Tensor:
+        return torch.exp(-2 * self._layer[0].log_scale(Features.of(q)))
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        return -0.5 * self.precision(q) * squared_distance(*self.select(q, k))
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        x, y = self.select(q, k)
+        return (Term(factors=(Apart(q=x, k=y, scale=self.precision(q)),)),)
+
+    @property
+    def formula(self) -> str:
+        return "exp(-|q - k|^2 / 2 s_h^2)" if self.symmetric else "exp(-|q - k|^2 / 2 s_h(q)^2)"
+
+
+def spread(head_dim: int, num_heads: int) -> list[float]:
+    """Where bandwidths start: sqrt(D) / 2 to 2 sqrt(D), evenly in the logarithm."""
+    centre = math.sqrt(head_dim)
+    if num_heads == 1:
+        return [centre]
+    return [centre * SPREAD ** (2 * h / (num_heads - 1) - 1) for h in range(num_heads)]
+
+
+def layer_windows(
+    pattern: str, num_layers: int, *, short: int, long: int | None = None
+) -> list[Filter]:
+    """The filter of every layer from a pattern such as "SSSL", repeated over the layers.
+
+    S sees `short` places back, L sees `long` places back, or all of them. The last layer is long,
+    whatever the pattern says, as in nanochat.
+    """
+    if not pattern or set(pattern.upper()) - {"S", "L"}:
+        raise ValueError(
+            f"pattern must be made of S and L, such as 'SSSL', but came as {pattern!r}"
+        )
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, but came as {num_layers}")
+    kinds: dict[str, Filter] = {
+        "S": Window(short, 0),
+        "L": Causal() if long is None else Window(long, 0),
+    }
+    letters = [pattern[n % len(pattern)].upper() for n in range(num_layers - 1)]
+    return [kinds[letter] for letter in (*letters, "L")]
+
+
+def gaussian_report(model: nn.Module, *args: object, **kwargs: object) -> Report:
+    """The report of every `GaussianAttention` in a model, from one call model(*args, **kwargs)."""
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, GaussianAttention)]
+    if not layers:
+        raise ValueError(f"there is no GaussianAttention in {type(model).__name__}")
+    found: list[Report] = []
+
+    def look(name: str) -> object:
+        def hook(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
+            assert isinstance(layer, GaussianAttention)
+            cache, filter, x = kwargs.get("cache"), kwargs.get("filter"), kwargs.get("x", *args)
+            if isinstance(cache, Cache | SegmentMemory) and cache.length:
+                raise ValueError("the report is of whole sequences: call the model with no cache")
+            assert isinstance(x, Tensor)
+            assert filter is None or isinstance(filter, Filter)
+            found.append(layer.report(x, filter=filter).named(name))
+
+        return hook
+
+    hooks = [
+        layer.register_forward_pre_hook(look(name or type(layer).__name__), with_kwargs=True)  # type: ignore[arg-type]
+        for name, layer in layers
+    ]
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Report(tuple(head for report in found for head in report))
+
+
+def _bounds(head_dim: int, start: tuple[float, ...]) -> tuple[float, float]:
+    """The logarithms between which bandwidths stay."""
+    centre, reach = 0.5 * math.log(head_dim), math.log(BOUND)
+    return min(centre, *start) - reach, max(centre, *start) + reach

@@ -1,0 +1,139 @@
+"""What the heads of Gaussian attention look at: bandwidth, neighbourhood, weight on self.
+
+With P_ij the weights of row i and E_i[f] = sum_j P_ij f_j, the entropy of the row is
+
+    H_i = log_mass_i - E_i[log w]
+    E_i[log w] = (<q_i, E_i[k]> + E_i[-|k|^2 / 2] - |q_i|^2 / 2) / s^2
+
+and E_i is what a smoother computes: keys and their norms are smoothed as values, and no row is
+ever written out. The weight on self is exp(-log_mass_i), since w_ii = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..features import Features
+from ..filters import Filter
+from ..kernels import Exponential, Kernel
+from ..smoother import smooth
+from ..term import half_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """One head, averaged over the rows that see themselves."""
+
+    layer: str
+    head: int
+    bandwidth: float
+    neighbours: float  # exp of the entropy of a row
+    visible: float  # how many places a row sees
+    self_weight: float
+    at_bound: bool
+
+    @property
+    def note(self) -> str:
+        """What is worth a look, or nothing."""
+        notes = []
+        if not all(map(math.isfinite, (self.bandwidth, self.neighbours, self.self_weight))):
+            notes.append("not finite")
+        if self.at_bound:
+            notes.append("at its bound")
+        if self.visible > 1.5 and self.self_weight > 0.99:
+            notes.append("sees itself only")
+        if self.visible > 1.5 and self.neighbours > 0.99 * self.visible:
+            notes.append("a plain mean")
+        return ", ".join(notes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Heads, layer by layer; `print` it."""
+
+    heads: tuple[Head, ...]
+
+    def __iter__(self) -> Iterator[Head]:
+        return iter(self.heads)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def __getitem__(self, index: int) -> Head:
+        return self.heads[index]
+
+    def named(self, layer: str) -> Report:
+        """The same of a layer with this name."""
+        return Report(tuple(replace(head, layer=layer) for head in self.heads))
+
+    def __str__(self) -> str:
+        lines = [("layer", "head", "bandwidth", "neighbours", "of visible", "self", "note")]
+        for h in self.heads:
+            numbers = (f"{h.bandwidth:.4g}", f"{h.neighbours:.1f}", f"{h.visible:.1f}")
+            lines.append((h.layer, str(h.head), *numbers, f"{h.self_weight:.4f}", h.note))
+        if not any(h.layer for h in self.heads):
+            lines = [line[1:] for line in lines]  # type: ignore[misc]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        # Words to the left, numbers to the right.
+        words = {0, len(widths) - 1} if len(widths) == 7 else {len(widths) - 1}
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if n in words else cell.rjust(width)
+                for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+def measure(
+    kernel: Kernel, q: Features, k: Features, log_s: Tensor, filter: Filter, at_bound: list[bool]
+) -> Report:
+    """The report of a Gaussian kernel with these log bandwidths, [H, 1, 1] or [B, H, T, 1]."""
+    x, y = q.part("content"), k.part("content")
+    batch, heads, length, dim = x.shape
+    values = torch.cat([y, half_norm(y)[..., None]], -1)  # [B, H, T, D + 1]
+    mean, log_mass = smooth(kernel, q, k, values, filter=filter, return_log_mass=True)
+    near = (x * mean[..., :dim]).sum(-1) + mean[..., dim] + half_norm(x)
+    entropy = (log_mass - near * torch.exp(-2 * log_s)[..., 0]).clamp(min=0.0)
+
+    counted = _sees_itself(filter, batch, length, x.device)  # [B, 1, T]
+    if not bool(counted.any()):
+        raise ValueError(f"no place sees itself, so there is nothing to report: {filter}")
+    columns = {
+        "bandwidth": _mean(log_s[..., 0].expand(batch, heads, length), counted).exp(),
+        "neighbours": _mean(entropy.exp(), counted),
+        "visible": _mean(_visible(filter, x), counted).expand(heads),
+        "self_weight": _mean(torch.exp(-log_mass).clamp(max=1.0), counted),
+    }
+    numbers = {name: column.tolist() for name, column in columns.items()}
+    return Report(
+        tuple(
+            Head(layer="", head=h, at_bound=at_bound[h], **{n: c[h] for n, c in numbers.items()})
+            for h in range(heads)
+        )
+    )
+
+
+def _mean(x: Tensor, counted: Tensor) -> Tensor:
+    """The mean over the rows that count, per head."""
+    return torch.where(counted, x, 0.0).sum((0, 2)) / counted.sum()
+
+
+def _sees_itself(filter: Filter, batch: int, length: int, device: torch.device) -> Tensor:
+    """Rows past the padding do not, and rows that see nothing."""
+    i = torch.arange(length, device=device)
+    b = torch.arange(batch, device=device)[:, None]
+    seen = torch.as_tensor(filter.to(device).sees(b, i, i, 0), device=device)
+    return seen.expand(batch, length)[:, None]
+
+
+def _visible(filter: Filter, x: Tensor) -> Tensor:
+    """How many places every row sees, [B, 1, T]: the mass of the weight 1."""
+    zero = x.new_zeros(x.shape[0], 1, x.shape[2], 1)
+    _, log_mass = smooth(Exponential(), zero, zero, zero, filter=filter, return_log_mass=True)
+    return log_mass.exp()
