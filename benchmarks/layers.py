@@ -4,8 +4,10 @@
 
 The standard layer is three projections, torch's fastest softmax attention and the output's own.
 Gaussian attention has the output projection alone. Its eager form, all distances written out, is
-timed where it fits. Each row is checked against float64 on a short stretch before it is timed, and
-times are medians of queued calls; by --graph, of replays of CUDA graphs.
+timed where it fits, and it is checked against that form in float64 on a short stretch before it is
+timed. Token kernels, of 50257 tokens and size 3, are timed beside plain attention on the same
+queries, keys and values, and checked against the dense reference. Times are medians of queued
+calls; by --graph, of replays of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import mercer as mc
 from mercer.bench.clock import Clock
 from mercer.bench.machine import describe, device_name, slug
-from mercer.nn import GaussianAttention
+from mercer.nn import GaussianAttention, TokenKernels
 
 RESULTS = Path(__file__).parent.parent / "results" / "layers"
 D_MODEL, HEADS = 1280, 10
@@ -81,8 +84,10 @@ def check(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         raise SystemExit(f"GaussianAttention is off by {error:.1e}")
 
 
-def measure(layer: nn.Module, x: Tensor, clock: Clock) -> dict[str, float | str]:
-    steer = torch.randn_like(x)
+def measure(
+    layer: nn.Module, x: Tensor, clock: Clock, like: Tensor | None = None
+) -> dict[str, float | str]:
+    steer = torch.randn_like(x if like is None else like)
     wanted = [x, *layer.parameters()]
 
     def forward() -> None:
@@ -101,12 +106,51 @@ def measure(layer: nn.Module, x: Tensor, clock: Clock) -> dict[str, float | str]
     return found if peak is None else found | {"memory_mib": peak / 2**20}
 
 
-def table(lengths: list[int], tokens: int, run: Callable[[int], dict[str, dict]]) -> list[dict]:
+class Tokens(nn.Module):
+    """Softmax attention over keys and values that speak for their vicinity, without projections."""
+
+    def __init__(self, on: str, ids: Tensor) -> None:
+        super().__init__()
+        self.kernels = TokenKernels(50257, 3, on=on).to(ids.device) if on else None
+        self.ids = ids
+
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        q, k, v = x.unbind()
+        if self.kernels is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        taps = self.kernels(self.ids[: len(q), : q.shape[2]])
+        options = {"normalize": self.kernels.temperature, "boundary": self.kernels.boundary}
+        return mc.vicinity(
+            q, k, v, key_taps=taps.keys, value_taps=taps.values, backend=backend, **options
+        )
+
+
+def token_rows(
+    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, clock: Clock
+) -> dict[str, dict]:
+    batch, _, length, dim = shape
+    ids = torch.randint(50257, (batch, length), device=device)
+    found = {}
+    for name, on in (("plain", ""), ("kernels on values", "v"), ("on keys and values", "kv")):
+        layer = Tokens(on, ids)
+        if on:
+            short = torch.randn(3, 1, 2, 64, dim, device=device, dtype=dtype)
+            want = layer(short, backend="reference").double()
+            error = (layer(short).double() - want).norm() / want.norm()
+            if not error < 0.02:
+                raise SystemExit(f"token {name} are off by {error:.1e}")
+        x = torch.randn(3, *shape, device=device, dtype=dtype, requires_grad=True)
+        found[name] = measure(layer, x, clock, x[0].detach())
+    return found
+
+
+def table(titles: list[str], run: Callable[[str], dict[str, dict]]) -> list[dict]:
+    """Each title's rows, printed as they come; the first of them is the yardstick."""
     found = []
-    for length in lengths:
-        print(f"\n{max(1, tokens // length)} x {length} tokens, d_model {D_MODEL}, {HEADS} heads")
-        results = run(length)
-        yardstick = results["standard: projections, SDPA"]["forward_backward_ms"]
+    for title in titles:
+        print(f"\n{title}")
+        results = run(title)
+        yardstick = next(iter(results.values()))["forward_backward_ms"]
         for name, row in results.items():
             if "problem" in row:
                 print(f"  {name:30s} {row['problem']}")
@@ -114,9 +158,9 @@ def table(lengths: list[int], tokens: int, run: Callable[[int], dict[str, dict]]
                 row["speed"] = yardstick / row["forward_backward_ms"]
                 print(
                     f"  {name:30s} {row['forward_ms']:8.3f} ms {row['forward_backward_ms']:8.3f} ms"
-                    f"  {row['speed']:6.2f} of the standard layer's speed"
+                    f"  {row['speed']:6.2f} of the first row's speed"
                 )
-            found.append({"length": length, "name": name, **row})
+            found.append({"shape": title, "name": name, **row})
     return found
 
 
@@ -124,7 +168,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=16384, help="in a batch")
-    parser.add_argument("--lengths", default="2048,8192")
+    parser.add_argument("--lengths", default="2048,8192", help="for Gaussian attention")
+    parser.add_argument("--shapes", default="8x12x1024x64,4x16x8192x64", help="for token kernels")
     parser.add_argument("--graph", action="store_true", help="time replays of CUDA graphs")
     parser.add_argument("--save", action="store_true", help="write results/layers/DEVICE.json")
     options = parser.parse_args()
@@ -132,7 +177,11 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     clock = Clock(device, graph=options.graph)
 
-    def run(length: int) -> dict[str, dict]:
+    def run(title: str) -> dict[str, dict]:
+        if "x" in title.split(" ")[0]:
+            batch, heads, length, dim = map(int, title.split(" ")[0].split("x"))
+            return token_rows((batch, heads, length, dim), device, dtype, clock)
+        length = int(title.split(" ")[0])
         batch = max(1, options.tokens // length)
         x = torch.randn(batch, length, D_MODEL, device=device, dtype=dtype, requires_grad=True)
         found = {}
@@ -143,13 +192,15 @@ def main() -> None:
             found[name] = measure(layer, x, clock)
         return found
 
-    lengths = [int(length) for length in options.lengths.split(",")]
-    results = table(lengths, options.tokens, run)
+    titles = [f"{n} places of {D_MODEL} in {HEADS} heads" for n in options.lengths.split(",")]
+    titles += [f"{shape} with token kernels" for shape in options.shapes.split(",")]
+    results = table(titles, run)
     if options.save:
         RESULTS.mkdir(parents=True, exist_ok=True)
         flag = " --graph" if options.graph else ""
         command = f"python benchmarks/layers.py --device {device.type} --tokens {options.tokens}"
-        about = {"command": f"{command} --lengths {options.lengths}{flag} --save"}
+        sizes = f"--lengths {options.lengths} --shapes {options.shapes}"
+        about = {"command": f"{command} {sizes}{flag} --save"}
         about |= describe(device) | {"dtype": str(dtype), "graph": options.graph, "rows": results}
         name = slug(device_name(device)) + ("-graph" if options.graph else "")
         (RESULTS / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
