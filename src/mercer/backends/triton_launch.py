@@ -134,17 +134,21 @@ class Launch:
     compiled: Any = None
 
     def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
-        # Triton would look for the compiled kernel anew by each of some eighty arguments. All that
-        # it is specialised for is in the key under which this launch is kept.
         if INTERPRETED:
             self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
+            return
+        device = tensors[-1].device
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(tensors, numbers)
         elif self.compiled is None:
-            with torch.cuda.device(tensors[-1].device):
-                self.compiled = self.kernel[self.grid](
-                    *tensors, *numbers, **self.constants, **self.options
-                )
+            self.compiled = self.kernel[self.grid](
+                *tensors, *numbers, **self.constants, **self.options
+            )
         else:
-            stream = torch._C._cuda_getCurrentRawStream(tensors[-1].device.index)
+            # Triton would look for the compiled kernel anew by each of some eighty arguments. All
+            # that it is specialised for is in the key under which this launch is kept.
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
             self.compiled[self.grid](*tensors, *numbers, *self.constants.values(), stream=stream)
 
 
