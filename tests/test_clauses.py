@@ -6,14 +6,18 @@ from catalogue import FILTERS
 
 import mercer as mc
 from mercer.backends import clauses
+from mercer.filters import Earlier
 
 K = 11
 
 
 def seen(rule, b, i, j):
     """One query and one key against the clauses, as the kernels read them."""
-    for causal, left, right, memory, stride, fixed, summary, padding, documents in rule.numbers:
+    for numbers in rule.numbers:
+        causal, left, right, memory, stride, fixed, summary, padding, documents, gap = numbers
         away = i - j
+        if gap and away < gap:
+            continue
         ok = not causal or away >= 0
         ok = ok and (left < 0 or away <= left) and (right < 0 or away >= -right)
         ok = ok and (memory < 0 or j >= rule.first - memory)
@@ -26,10 +30,16 @@ def seen(rule, b, i, j):
     return False
 
 
-@pytest.mark.parametrize("name", FILTERS)
+ALL = FILTERS | {
+    "gap": lambda: Earlier(2),
+    "documents with a gap": lambda: FILTERS["documents"]() & Earlier(1),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("queries", [K, 4])
 def test_clauses_mean_what_the_filter_means(name, queries):
-    filter = FILTERS[name]()
+    filter = ALL[name]()
     rule = clauses.read(filter, queries, K)
     assert not isinstance(rule, str)
     mask = filter.mask(queries, K).expand(2, 1, queries, K)

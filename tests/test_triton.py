@@ -12,6 +12,7 @@ from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 import mercer as mc
 from mercer.backends import triton_launch
 from mercer.backends.triton import INSTALLED, INTERPRETED
+from mercer.filters import Earlier
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, rounding_of
 
@@ -59,7 +60,15 @@ def test_every_filter_visits_what_it_shows(kernel, filter):
 
 @pytest.mark.parametrize(
     "filter",
-    [mc.Causal(), mc.Window(40, 7), mc.Memory(50), mc.Strided(60), mc.Fixed(64, 5), mc.Full()],
+    [
+        mc.Causal(),
+        mc.Window(40, 7),
+        mc.Memory(50),
+        mc.Strided(60),
+        mc.Fixed(64, 5),
+        mc.Full(),
+        Earlier(70),
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("kernel", ["rbf-per-head", "eq-9", "matern-3/2"])

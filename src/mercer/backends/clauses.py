@@ -11,6 +11,7 @@ from ..filters import (
     And,
     Causal,
     Documents,
+    Earlier,
     Filter,
     Fixed,
     Full,
@@ -37,11 +38,12 @@ class Clause:
     summary: int = 0
     padding: bool = False
     documents: bool = False
+    gap: int = 0
 
     def numbers(self) -> tuple[int, ...]:
         return (
             int(self.causal), self.left, self.right, self.memory, self.stride, self.fixed,
-            self.summary, int(self.padding), int(self.documents),
+            self.summary, int(self.padding), int(self.documents), self.gap,
         )  # fmt: skip
 
 
@@ -108,6 +110,8 @@ def _clauses(
             return [Clause()]
         case Causal():
             return [Clause(causal=True)]
+        case Earlier(gap=gap) if gap >= 0:
+            return [Clause(causal=True, gap=gap)]
         case Window(left=left, right=right):
             return [Clause(left=left, right=right)]
         case Strided(stride=stride):
@@ -142,6 +146,7 @@ def _both(a: Clause, b: Clause) -> Clause | str:
         summary=kept.summary,
         padding=a.padding or b.padding,
         documents=a.documents or b.documents,
+        gap=max(a.gap, b.gap),
     )
 
 

@@ -177,6 +177,8 @@ def _visible(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.cons
             mine = tl.load(ids + b * stride_ids + i, mask=inside, other=-1)
             theirs = tl.load(ids + b * stride_ids + j, mask=j < num_keys, other=-2)
             clause = clause & (mine == theirs) & inside
+        if FILTER[n][9] > 0:
+            clause = clause & (away >= FILTER[n][9])
         seen = seen | clause
     return seen
 
@@ -207,6 +209,9 @@ def _key_range(low, high, b, first, lengths, num_keys, FILTER: tl.constexpr):
             length = tl.load(lengths + b).to(tl.int32)
             clause_stop = tl.minimum(clause_stop, length)
             sure_stop = tl.minimum(sure_stop, length)
+        if FILTER[n][9] > 0:
+            clause_stop = tl.minimum(clause_stop, high - FILTER[n][9] + 1)
+            sure_stop = tl.minimum(sure_stop, low - FILTER[n][9] + 1)
         start = tl.minimum(start, clause_start)
         stop = tl.maximum(stop, clause_stop)
     return start, stop, sure_start, sure_stop
@@ -239,6 +244,9 @@ def _query_range(low, high, b, first, lengths, start_place, num_queries, FILTER:
             length = tl.load(lengths + b).to(tl.int32)
             clause_stop = tl.where(low >= length, 0, clause_stop)
             sure_stop = tl.where(high >= length, 0, sure_stop)
+        if FILTER[n][9] > 0:
+            clause_start = tl.maximum(clause_start, low + FILTER[n][9] - start_place)
+            sure_start = tl.maximum(sure_start, high + FILTER[n][9] - start_place)
         start = tl.minimum(start, clause_start)
         stop = tl.maximum(stop, clause_stop)
     return start, stop, sure_start, sure_stop
