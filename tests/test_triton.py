@@ -207,3 +207,12 @@ def test_what_lies_token_by_token_gives_the_same_and_stays_so(name, compiled):
     assert turned[0].transpose(1, 2).is_contiguous()
     for a, b in zip(plain, turned, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_scale_of_zero_divides_nothing():
+    slopes = mc.ALiBi([0.5, 0.25])
+    for kernel in (
+        mc.Exponential(0.0) * slopes,
+        mc.Exponential(0.0) * mc.Exponential(on="position"),
+    ):
+        compare(kernel, mc.Causal(), Shape(queries=11, keys=11))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends import Task, sdpa
 from .links import Power
-from .term import Apart, Factor, Scored, Term, accumulator
+from .term import Apart, Scored, Term, accumulator
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.
@@ -134,14 +134,10 @@ def kind_of(term: Term) -> str:
         return "table"
     if len(wide) > 1:
         return "several"
-    if any(f.keyed and _per_query(f) for f in term.factors):
+    if any(f.keyed and f.per_query for f in term.factors):
         return "adaptive"
     single = len(term.factors) == 1 and not term.factors[0].keyed
     return "plain" if single and not isinstance(term.factors[0].scale, Tensor) else "keyed"
-
-
-def _per_query(f: Factor) -> bool:
-    return isinstance(f.scale, Tensor) and f.scale.dim() == 4
 
 
 def _learns(task: Task) -> bool:

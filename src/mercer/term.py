@@ -69,6 +69,11 @@ class Factor:
         """Whether it has a number per key."""
         return self.col is not None
 
+    @property
+    def per_query(self) -> bool:
+        """Whether every query has a scale of its own."""
+        return isinstance(self.scale, Tensor) and self.scale.dim() == 4
+
 
 class Apart(Factor):
     """link(-scale_i |q_i - k_j|^2 / 2).

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..filters import Full
 from ..links import Matern12, Matern32, Matern52, Power, Rational
-from ..term import Factor, Link, Smoothed, Term, join, repeat
+from ..term import Link, Smoothed, Term, join, repeat
 from . import Task
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _refuses_term(task: Task) -> str | None:
         return f"it does not know the link {unknown[0].formula}"
     if len(linked) > 1 or (linked and any(f.q.shape[-1] for f in plain)):
         return "it forms one dot product, and the term needs two"
-    if sum(f.keyed and _per_query(f) for f in plain) > (0 if linked else 1):
+    if sum(f.keyed and f.per_query for f in plain) > (0 if linked else 1):
         return "a bandwidth of each query cannot join other factors"
     width = sum(f.q.shape[-1] for f in linked or plain)
     if max(width, task.v.shape[-1]) > MAX_WIDTH:
@@ -187,10 +187,6 @@ def _captured(term: Term) -> list[Tensor]:
     return [x for x in found if isinstance(x, Tensor)]
 
 
-def _per_query(f: Factor) -> bool:
-    return isinstance(f.scale, Tensor) and f.scale.dim() == 4
-
-
 @dataclass(frozen=True)
 class _Lowered:
     """link(scale_i (<q_i, k_j> + col_j) + row_i) + bias_j + table; without a link, q is scaled."""
@@ -226,7 +222,7 @@ def _lower(task: Task) -> _Lowered:
         if f.col is None:
             continue
         number = repeat(f.col.float(), *shape)
-        if _per_query(f):
+        if f.per_query:
             scale, col = _per_head_and_query(f.scale, task), number
             continue
         number = number * (f.scale[..., 0] if isinstance(f.scale, Tensor) else f.scale)
@@ -288,7 +284,7 @@ def _structure(task: Task) -> tuple[object, ...]:
     table = term.table
     rule = re.sub(r"\d+", "#", task.filter.simplify(task.num_queries, task.num_keys).encode([]))
     factors = tuple(
-        (f.link, f.q.shape[-1], f.col is None, f.row is None, _per_query(f)) for f in term.factors
+        (f.link, f.q.shape[-1], f.col is None, f.row is None, f.per_query) for f in term.factors
     )
     heads = task.heads, task.v.shape[1], *(f.k.shape[1] for f in term.factors)
     return (

@@ -158,10 +158,10 @@ def _widths(term: Term) -> list[int] | str:
     plain, bare, linked = _parts(term)
     widths = [f.q.shape[-1] for f in plain]
     if len(plain) + len(linked) > 2 and len(plain) > 1:
-        if any(_per_query(f) and f.keyed for f in plain):
+        if any(f.per_query and f.keyed for f in plain):
             return "a bandwidth of each query cannot join other factors"
         plain, widths = plain[:1], [sum(widths)]
-    if bare and all(_per_query(f) for f in plain):
+    if bare and not any(_joinable(f) for f in plain):
         widths.append(16)
     widths += [f.q.shape[-1] for f in linked]
     return widths if len(widths) <= 2 else "it takes two factors at most"
@@ -174,7 +174,7 @@ def _slots(term: Term, dtype: torch.dtype) -> list[Factor]:
         plain = [_merged(plain, dtype)]
     for f in bare:
         # A number per key alone joins a factor whose scale it can be divided by, or gets its own.
-        target = next((n for n, p in enumerate(plain) if not _per_query(p)), None)
+        target = next((n for n, p in enumerate(plain) if _joinable(p)), None)
         if target is None:
             zeros = [x.new_zeros(*x.shape[:3], 16, dtype=dtype) for x in (f.q, f.k)]
             plain.append(Factor(q=zeros[0], k=zeros[1]))
@@ -189,12 +189,13 @@ def _slots(term: Term, dtype: torch.dtype) -> list[Factor]:
     return plain + linked
 
 
+def _joinable(f: Factor) -> bool:
+    """Whether numbers can be divided by its scale."""
+    return not f.per_query and (isinstance(f.scale, Tensor) or f.scale != 0.0)
+
+
 def _mergeable(f: Factor) -> bool:
-    return not f.keyed and not isinstance(f.scale, Tensor)
-
-
-def _per_query(f: Factor) -> bool:
-    return isinstance(f.scale, Tensor) and f.scale.dim() == 4
+    return not f.keyed and not isinstance(f.scale, Tensor) and f.scale != 0.0
 
 
 def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:

@@ -50,7 +50,7 @@ def delta(
 ):  # fmt: skip
     """<dO_i, O_i> - dlog_mass_i, and log_mass to the base 2, infinite where a row sees nothing."""
     bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     e = tl.arange(0, V)
     inside = n < length
@@ -276,7 +276,7 @@ def backward_keys(
     PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
     """
     bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     block = tl.program_id(0)
     j = block * BN + tl.arange(0, BN)
     place = num_keys - num_queries
@@ -518,7 +518,7 @@ def backward_queries(
 ):  # fmt: skip
     """dq, dscale, drow and dtable of one block of queries."""
     bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     n = block * BM + tl.arange(0, BM)
     place = num_keys - num_queries

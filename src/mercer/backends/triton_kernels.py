@@ -131,7 +131,7 @@ def half_norms(
 ):  # fmt: skip
     """-|x|^2 / 2 of every place, times a scale; NaN where x is not finite."""
     bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = n < length
     x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True).to(tl.float32)
@@ -461,7 +461,7 @@ def forward(
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys."""
     bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     # Late blocks of a causal filter have the most to do: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     n = block * BM + tl.arange(0, BM)
@@ -604,7 +604,7 @@ def scores(
 ):  # fmt: skip
     """<x_i, row_r> in float32 for all rows, [B, H, T, count]."""
     bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
@@ -624,7 +624,7 @@ def scores_to_queries(
 ):  # fmt: skip
     """sum_r dscore_ir row_r."""
     bh = tl.program_id(1)
-    h = bh % num_heads
+    h = (bh % num_heads).to(tl.int64)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     acc = tl.zeros((BM, WIDTH), tl.float32)
     line = bh.to(tl.int64) * length
@@ -655,7 +655,7 @@ def scores_to_rows(
 ):  # fmt: skip
     """sum_i dscore_ir x_i over a part of the places, [B H, parts, count, width]."""
     bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), bh % num_heads
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     acc = tl.zeros((BR, WIDTH), tl.float32)
     line = bh.to(tl.int64) * length
