@@ -1,4 +1,4 @@
-"""Block sizes for the fused kernels on this GPU: what SIZES in triton_launch.py was filled from.
+"""Block sizes for the fused kernels on this GPU: what SIZES in triton_plan.py was filled from.
 
     python benchmarks/sizes.py rbf,laplace [--dims 64,128] [--length 8192] [--only queries]
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import mercer as mc
-from mercer.backends import triton_launch
+from mercer.backends import triton_plan
 from mercer.bench.clock import Clock
 from mercer.bench.workload import Workload
 
@@ -46,26 +46,26 @@ def capture(kernel: str, dim: int, length: int, heads: int, *, run: bool) -> dic
     shape = {"batch": 2, "heads": heads, "length": length, "dim": dim}
     given = Workload(**shape, dtype=torch.bfloat16, device=place).inputs(kernel)
     found: dict[str, Any] = {}
-    real = triton_launch.Launch.__call__
+    real = triton_plan.Launch.__call__
 
-    def keep(launch: triton_launch.Launch, tensors: tuple, numbers: tuple) -> None:
+    def keep(launch: triton_plan.Launch, tensors: tuple, numbers: tuple) -> None:
         if (kind := KINDS.get(launch.kernel.__name__)) is not None:
             found[kind] = (launch, tensors, numbers)
         if run:
             real(launch, tensors, numbers)
 
-    triton_launch.Launch.__call__ = keep  # type: ignore[method-assign]
+    triton_plan.Launch.__call__ = keep  # type: ignore[method-assign]
     try:
         options = {"filter": given.filter, "backend": "triton"}
         out = mc.smooth(given.kernel, given.q, given.k, given.v, **options)
         wanted = list(given.named(parameters=True).values())
         torch.autograd.grad(out, wanted, torch.randn_like(out), allow_unused=True)
     finally:
-        triton_launch.Launch.__call__ = real  # type: ignore[method-assign]
+        triton_plan.Launch.__call__ = real  # type: ignore[method-assign]
     return found
 
 
-def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[triton_launch.Launch, tuple, tuple]:
+def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[triton_plan.Launch, tuple, tuple]:
     """The same launch with other sizes."""
     launch, tensors, numbers = item
     bm, bn, warps, stages = sizes
@@ -74,12 +74,12 @@ def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[triton_launch.Launc
     rows = bm if kind == "keys" else bn
     tensors = tuple(
         x if isinstance(x, torch.Tensor)
-        else triton_launch.describe(x.base, rows, x.block_shape[3])
+        else triton_plan.describe(x.base, rows, x.block_shape[3])
         for x in tensors
     )  # fmt: skip
     constants = launch.constants | {"BM": bm, "BN": bn}
     options = {"num_warps": warps, "num_stages": stages}
-    new = triton_launch.Launch(launch.kernel, (blocks, *launch.grid[1:]), constants, options)
+    new = triton_plan.Launch(launch.kernel, (blocks, *launch.grid[1:]), constants, options)
     return new, tensors, numbers
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..links import Matern12, Matern32, Matern52, Power, Rational
 from ..term import Apart, Factor, Link, Scored, Smoothed, Term, join, repeat
-from . import Task, triton_launch
-from .triton_launch import INTERPRETED, Inputs, Numbers, Slot, Static, add, parse
+from . import Task, triton_launch, triton_plan
+from .triton_launch import add
+from .triton_plan import INTERPRETED, Inputs, Numbers, Slot, Static, parse
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -105,7 +106,7 @@ def run(task: Task) -> Smoothed:
     trains = learns and any(x.requires_grad for x in (*given, *options))
     static = Static(
         tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
-        triton_launch.by_tokens(q[0]), shape,
+        triton_plan.by_tokens(q[0]), shape,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         out, lse, _ = fused(
@@ -274,7 +275,7 @@ def fused(
 def _(tensors: list[Tensor], table: Tensor | None, lengths: Any, ids: Any, seed: Any,
       static: str, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     known, v = parse(static, sizes), Inputs.of(tuple(tensors), None, None, None, None).v
-    out = triton_launch.empty(v, *known.shape, v.shape[-1], known.tokens)
+    out = triton_plan.empty(v, *known.shape, v.shape[-1], known.tokens)
     lse = v.new_empty(known.shape, dtype=torch.float32)
     low = triton_launch.keeps_low(known, table, v)
     return out, lse, torch.empty_like(out) if low else lse.new_empty(0)
@@ -303,7 +304,7 @@ def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, low: Any, tensors: list[
         grad = x.new_empty(x.shape)
         if features and known.tokens:
             batch, heads, length, width = x.shape
-            grad = triton_launch.empty(x, batch, heads, length, width, True)
+            grad = triton_plan.empty(x, batch, heads, length, width, True)
         grads.append(grad)
     return grads if table is None else [*grads, table.new_empty(table.shape)]
 

@@ -1,0 +1,454 @@
+"""Plans: what follows from shapes and options alone, worked out once for the fused kernels.
+
+Block sizes, the arguments that are no tensors, and the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Triton's own interpreter, in which the tests run these kernels on a CPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# How weights are formed, as triton_kernels.py has it.
+PLAIN, POLY, FLAT = 1, 2, 3
+
+
+class Slot(NamedTuple):
+    """One factor with features."""
+
+    link: int  # 0 for the identity
+    param: float
+    mode: int  # the scale is a number (0), a tensor of heads (1) or of queries (2)
+    number: float
+    norm: bool  # the numbers per key, and inside a link per query, are -|x|^2 / 2
+    wants: bool  # the scale has a gradient
+    saves: bool  # the number per key that came has a gradient
+
+
+class Static(NamedTuple):
+    """All that is no tensor."""
+
+    slots: tuple[Slot, ...]
+    filter: tuple[tuple[int, ...], ...]
+    simple: bool
+    dropout_p: float
+    trains: bool
+    first: int
+    tokens: bool  # outputs and gradients lie token by token, [B, T, H, D] in memory
+    shape: tuple[int, int, int]  # batch, heads, queries
+
+    def text(self) -> str:
+        """What has no size, for operators, which take numbers, text and tensors."""
+        slots = tuple(tuple(slot) for slot in self.slots)
+        return repr((slots, self.filter, self.simple, self.dropout_p, self.trains))
+
+    def sizes(self) -> list[int]:
+        """The rest: a compiled graph may leave these open."""
+        return [self.first, int(self.tokens), *self.shape]
+
+    @property
+    def precise(self) -> bool:
+        """Whether a gradient needs <dO, O> better than the output is stored."""
+        return self.trains and any(slot.wants for slot in self.slots)
+
+
+def parse(text: str, sizes: list[int]) -> Static:
+    """What `text` and `sizes` said."""
+    first, tokens, batch, heads, num_queries = sizes
+    slots, filter, simple, dropout_p, trains = _parsed(text)
+    shape = (batch, heads, num_queries)
+    return Static(slots, filter, simple, dropout_p, trains, first, bool(tokens), shape)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[Any, ...]:
+    slots, *rest = ast.literal_eval(text)
+    return tuple(Slot(*slot) for slot in slots), *rest
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one call, in lists with one entry for each slot."""
+
+    q: list[Tensor]
+    k: list[Tensor]
+    v: Tensor
+    scale: list[Tensor]
+    row: list[Tensor]
+    col: list[Tensor]
+    table: Tensor | None
+    lengths: Tensor | None
+    ids: Tensor | None
+    seed: Tensor | None
+
+    @classmethod
+    def of(
+        cls, tensors: tuple[Tensor, ...], table: Tensor | None, lengths: Tensor | None,
+        ids: Tensor | None, seed: Tensor | None,
+    ) -> Inputs:  # fmt: skip
+        """From q, k, v, scale, row and col one after the other."""
+        n = len(tensors) // 5
+        q, k, rest = tensors[:n], tensors[n : 2 * n], tensors[2 * n + 1 :]
+        scale, row, col = (list(rest[m * n : (m + 1) * n]) for m in range(3))
+        return cls(list(q), list(k), tensors[2 * n], scale, row, col, table, lengths, ids, seed)
+
+    def readable(self) -> Inputs:
+        """With features side by side in memory, and the small tensors contiguous."""
+        q, k = [readable_rows(x) for x in self.q], [readable_rows(x) for x in self.k]
+        scale, row = ([x.contiguous() for x in xs] for xs in (self.scale, self.row))
+        table = None if self.table is None else readable_rows(self.table)
+        return Inputs(
+            q,
+            k,
+            readable_rows(self.v),
+            scale,
+            row,
+            self.col,
+            table,
+            self.lengths,
+            self.ids,
+            self.seed,
+        )
+
+
+class Numbers(NamedTuple):
+    """What is formed from the inputs before a kernel starts, and kept for the backward."""
+
+    col0: Tensor
+    col1: Tensor
+    row0: Tensor
+    row1: Tensor
+    columns: Tensor  # the first slot's numbers per key as columns of a product, or as they are
+
+
+@dataclass(eq=False)
+class Launch:
+    """One kernel with everything but its tensors; compiled at its first start."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    constants: dict[str, Any]
+    options: dict[str, int]
+    compiled: Any = None
+
+    def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
+        if INTERPRETED:
+            self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
+            return
+        device = tensors[-1].device
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(tensors, numbers)
+        elif self.compiled is None:
+            self.compiled = self.kernel[self.grid](
+                *tensors, *numbers, **self.constants, **self.options
+            )
+        else:
+            # Triton would look for the compiled kernel anew by each of some eighty arguments. All
+            # that it is specialised for is in the key under which this launch is kept.
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            self.compiled[self.grid](*tensors, *numbers, *self.constants.values(), stream=stream)
+
+
+@dataclass(eq=False)
+class Plan:
+    """What follows from shapes, strides and options."""
+
+    static: Static
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    widths: tuple[int, int, int]  # of the two slots' features and of the values
+    num_keys: int
+    constants: dict[str, Any]
+    spread: bool  # numbers per key are columns, in place of the second slot's keys
+    aligned: tuple[bool, ...]  # whether the copy engine can read the two q, the two k, and v
+    launches: dict[Any, Launch] = field(default_factory=dict)
+
+    def numbers(self, seed: Tensor | None) -> tuple[int | float, ...]:
+        s = self.static
+        drawn = 0 if seed is None else int(seed) % 2**31
+        return (
+            *self.strides, s.shape[2], self.num_keys, s.first, *self.widths, drawn,
+            s.slots[0].number, s.slots[-1].number, s.dropout_p,
+        )  # fmt: skip
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
+    """The plan of a call; those with the same shapes share one."""
+    read = (*x.q, *x.k, x.v, ready.columns, ready.col0, ready.col1)
+    options = [y for y in (x.table, x.lengths, x.ids) if y is not None]
+    key = (
+        static, x.v.dtype, x.v.device, *(y.shape for y in read), *(y.stride() for y in read),
+        x.table is None, x.lengths is None, *((y.dtype, y.shape, y.stride()) for y in options),
+        *(y.numel() for y in x.scale),
+        # Triton, and the copy engine, tell apart what begins at a multiple of 16 bytes.
+        *(y.data_ptr() % 16 for y in (*read, *x.scale, *x.row, *options)),
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) > 4096:
+            _plans.clear()
+        found = _plans[key] = _make(x, static, ready)
+    return found
+
+
+def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
+    slots = static.slots
+    batch, heads, _ = static.shape
+    c0, c1, row0, row1, columns = ready
+    two, spread = len(slots) == 2, columns.dim() == 4
+    q0, q1, k0, k1, v = x.q[0], x.q[-1], x.k[0], columns if spread else x.k[-1], x.v
+    widths = (q0.shape[-1], q1.shape[-1], v.shape[-1])
+    e0, e1, dv = (room(w) for w in widths)
+    strides = [s for y in (q0, k0, q1, k1, v) for s in strides_of(y, batch)]
+    strides += [s for y in (c0, c1) for s in strides_of(y, batch)[:2]]
+    strides.append(0 if x.ids is None or x.ids.shape[0] == 1 else x.ids.stride(0))
+    strides += [0 if y.numel() == 1 else 1 for y in (x.scale[0], x.scale[-1])]
+    strides += (0, 0, 0) if x.table is None else x.table.stride()[:3]
+    strides += [heads, *(heads // y.shape[1] for y in (k0, k1, v))]
+    strides += [heads // y.shape[1] if y.dim() == 3 else 1 for y in (c0, c1)]
+    form, same = _form(static, x.table is not None, v.dtype)
+    constants = {
+        "E0": e0,
+        "E1": e1 if two else 0,
+        "V": dv,
+        "LINK0": slots[0].link,
+        "LINK1": slots[-1].link,
+        "PARAM0": slots[0].param,
+        "PARAM1": slots[-1].param,
+        "MODE0": slots[0].mode,
+        "MODE1": slots[-1].mode,
+        "HAS_COL0": c0.numel() > 0,
+        "HAS_COL1": two and c1.numel() > 0,
+        "HAS_ROW0": row0.numel() > 0,
+        "HAS_ROW1": two and row1.numel() > 0,
+        "CLIP": -1 if x.table is None else (x.table.shape[-1] - 1) // 2,
+        "FILTER": static.filter,
+        "SIMPLE": static.simple,
+        "FORM": form,
+        "SAME": same,
+        "EVEN": widths[0] == e0 and widths[2] == dv and (not two or widths[1] == e1),
+        "DROPOUT": static.dropout_p > 0.0,
+        "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
+    }
+    aligned = tuple(copies(y) for y in (q0, q1, k0, k1, v))
+    return Plan(static, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, aligned)
+
+
+def _form(static: Static, table: bool, dtype: torch.dtype) -> tuple[int, bool]:
+    """How the weights are formed, and whether two slots are parts of one dot product."""
+    first, *others = static.slots
+    same = bool(others) and all(
+        s.link == 0 and s.mode == 0 and s.number == first.number and not s.norm
+        for s in static.slots
+    )
+    if others and not same:
+        return 0, False
+    if first.link == 0 and (first.number > 0 if first.mode == 0 else first.norm):
+        return PLAIN, same
+    if first.link == 1 and not table:
+        return POLY, same
+    # float16 has too few small numbers for weights that are not divided by their largest.
+    flat = first.link == 2 and first.param == 1.0 and not table and dtype != torch.float16
+    return (FLAT if flat else 0), same
+
+
+def room(width: int) -> int:
+    """The features of a block: a power of two."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def strides_of(x: Tensor, batch: int) -> tuple[int, int, int]:
+    """Of batch, head and place; a batch of 1 is read again for each."""
+    if x.dim() < 3:
+        return 0, 0, 0
+    b = 0 if x.shape[0] == 1 and batch > 1 else x.stride(0)
+    return b, x.stride(1), x.stride(2)
+
+
+def readable_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned_copy(x: Tensor, tokens: bool = False) -> Tensor:
+    """Contiguous, or contiguous token by token, and from a multiple of 16 bytes on."""
+    if tokens:
+        return aligned_copy(x.transpose(1, 2)).transpose(1, 2)
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def empty(like: Tensor, batch: int, heads: int, length: int, width: int, tokens: bool) -> Tensor:
+    """[B, H, T, width], head by head or token by token in memory."""
+    if tokens:
+        return like.new_empty(batch, length, heads, width).transpose(1, 2)
+    return like.new_empty(batch, heads, length, width)
+
+
+def by_tokens(x: Tensor) -> bool:
+    """Whether [B, H, T, D] lies token by token in memory; a few queries are not worth it."""
+    if x.shape[1] == 1 or x.shape[2] <= SPLIT[0]:
+        return False
+    # Dynamo does not compare strides that depend on a length.
+    compiling = torch.compiler.is_compiling()
+    return not x.is_contiguous() if compiling else x.stride(1) < x.stride(2)
+
+
+def copies(x: Tensor) -> bool:
+    """Whether the copy engine can read x: on Hopper and later, in multiples of 16 bytes."""
+    if not (INTERPRETED or _hopper(x.device)) or x.data_ptr() % 16:
+        return False
+    size = x.dtype.itemsize
+    strides = zip(x.stride()[:3], x.shape[:3], strict=True)
+    return all(d == 1 or (s > 0 and s * size % 16 == 0) for s, d in strides)
+
+
+@lru_cache(maxsize=16)
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 16
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def describe(x: Tensor, rows: int, width: int) -> Any:
+    """x for the copy engine, in blocks of rows."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # The stride of a dimension of 1 is never used, but must be a multiple of 16 bytes.
+    strides = [s if d > 1 else 16 for s, d in zip(x.stride(), x.shape, strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, width])
+
+
+# (BM, BN, warps, stages) by kernel, width and what the weights need, measured on an H200. With two
+# stages, the ptxas of Triton 3.6 fails on the pass over queries.
+SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
+    ("forward", 64, "plain"): (64, 128, 4, 3),
+    ("forward", 64, "keyed"): (64, 64, 4, 3),
+    ("forward", 64, "link"): (64, 64, 4, 3),
+    ("forward", 128, "plain"): (128, 128, 8, 3),
+    ("forward", 128, "keyed"): (64, 64, 4, 3),
+    ("forward", 128, "parts"): (128, 64, 8, 3),
+    ("forward", 128, "link"): (128, 64, 8, 3),
+    ("forward", 256, "plain"): (128, 64, 8, 3),
+    ("forward", 256, "link"): (64, 32, 8, 3),
+    ("forward", 512, "plain"): (64, 32, 8, 2),
+    ("forward", 512, "link"): (32, 32, 8, 1),
+    ("keys", 64, "link"): (64, 64, 4, 3),
+    ("keys", 128, "plain"): (32, 64, 4, 3),
+    ("keys", 128, "keyed"): (64, 64, 4, 2),
+    ("keys", 128, "each"): (32, 64, 4, 3),
+    ("keys", 128, "parts"): (64, 64, 4, 2),
+    ("keys", 128, "table"): (64, 64, 4, 2),
+    ("keys", 128, "link"): (32, 64, 4, 3),
+    ("keys", 256, "parts"): (64, 64, 4, 2),
+    ("keys", 256, "plain"): (32, 64, 8, 2),
+    ("keys", 256, "link"): (32, 32, 8, 1),
+    ("keys", 512, "plain"): (32, 32, 8, 1),
+    ("keys", 512, "link"): (16, 32, 8, 1),
+    ("queries", 64, "link"): (64, 64, 4, 3),
+    ("queries", 64, "table"): (64, 32, 4, 3),
+    ("queries", 128, "plain"): (128, 64, 8, 3),
+    ("queries", 128, "parts"): (64, 64, 4, 3),
+    ("queries", 128, "table"): (64, 32, 4, 3),
+    ("queries", 128, "link"): (128, 64, 8, 3),
+    ("queries", 256, "parts"): (64, 32, 4, 3),
+    ("queries", 256, "plain"): (64, 32, 8, 3),
+    ("queries", 256, "link"): (32, 32, 8, 1),
+    ("queries", 512, "plain"): (32, 32, 8, 1),
+    ("queries", 512, "link"): (32, 16, 8, 1),
+}
+# Where numbers per key are columns of a product; elsewhere they are added to it.
+SPREADS = {("forward", 64), ("queries", 64), ("queries", 128)}
+# What needs more is tried in this order.
+FALLBACKS = {
+    "each": ("keyed", "plain", "link"),
+    "keyed": ("plain", "link"),
+    "parts": ("plain", "link"),
+}
+SPLIT = (16, 64, 4, 3)
+
+
+def _bucket(p: Plan) -> int:
+    """The width that decides on block sizes."""
+    c = p.constants
+    width: int = max(c["E0"] + c["E1"], c["V"])
+    # float32 operands take twice the room.
+    width *= 2 if p.dtype == torch.float32 else 1
+    return next(size for size in (64, 128, 256, 512, width) if width <= size)
+
+
+def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
+    """Block sizes, warps and stages for a kernel."""
+    c = p.constants
+    linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
+    needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
+    if needs == "plain" and c["HAS_COL0"]:
+        needs = "each" if c["MODE0"] == 2 else "keyed"
+    bucket = _bucket(p)
+    for name in (needs, *FALLBACKS.get(needs, ("link",))):
+        if (kind, bucket, name) in SIZES:
+            return SIZES[kind, bucket, name]
+    return 16, 16, 4, 1
+
+
+def launch_of(
+    p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
+    low: bool = False, part: int = 0,
+) -> Launch:  # fmt: skip
+    """The kernel of this kind for the plan."""
+    key = (kind, parts, inside, grad_copies, low, part)
+    found = p.launches.get(key)
+    if found is not None:
+        return found
+    from . import triton_backward, triton_kernels
+
+    bm, bn, warps, stages = SPLIT if parts > 1 else _sizes(kind, p)
+    slots = p.static.slots
+    two = len(slots) == 2
+    q0, q1, k0, k1, v = p.aligned
+    spread = p.spread and (kind, _bucket(p)) in SPREADS
+    flags: dict[str, Any] = {"BM": bm, "BN": bn}
+    if kind == "forward":
+        kernel: Any = triton_kernels.forward
+        flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "INSIDE": inside, "SPREAD": spread}
+    else:
+        kernel = triton_backward.backward_keys
+        flags |= {
+            "NORM0": slots[0].norm, "NORM1": two and slots[-1].norm,
+            "WANT0": slots[0].wants, "WANT1": two and slots[-1].wants,
+            "SAVE_COL0": slots[0].saves, "SAVE_COL1": two and slots[-1].saves,
+        }  # fmt: skip
+        if kind == "queries":
+            kernel = triton_backward.backward_queries
+            flags["SPREAD"] = spread
+    if kind == "keys":
+        flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part}
+    else:
+        flags["TMA"] = k0 and v and (k1 or not (two or spread))
+    flags["TOKENS"] = p.static.tokens
+    # Beside a table by pointers the copy engine's barriers cost more than they save.
+    flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or _bucket(p) > 64)
+    constants = p.constants | flags
+    # The copy engine fills up what lies beyond the width.
+    constants["EVEN"] = constants["EVEN"] or flags["TMA"]
+    batch, heads, num_queries = p.static.shape
+    blocks = -(-p.num_keys // bn) if kind == "keys" else -(-num_queries // bm)
+    options = {"num_warps": warps, "num_stages": stages}
+    found = p.launches[key] = Launch(kernel, (blocks, batch * heads, parts), constants, options)
+    return found
