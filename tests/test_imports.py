@@ -28,6 +28,11 @@ ORDER = [
     ("testing",),
     ("__init__",),
     ("bench",),
+    ("parse",),
+    ("models", "data"),
+    ("train",),
+    ("train_commands", "studies"),
+    ("study_commands",),
     ("commands",),
     ("cli",),
 ]
