@@ -1,0 +1,215 @@
+"""Arrays on disk: memory-mapped, checked when they are opened, replaced as a whole.
+
+What this must meet: a reader never sees half a file, a process that is killed leaves the old file
+or none, two processes may ask for the same array at once, and a file that was cut or changed later
+is noticed and built again. So a writer fills a file beside the target, syncs it, and renames it;
+the header holds the shape and a checksum of everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+FORMAT = 1
+MAGIC = b"mercer array"
+HEADER = 4096
+BLOCK = 1 << 22
+
+log = logging.getLogger("mercer.data")
+
+
+def choose_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder that was asked for, or the platform's usual one for caches."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    home = Path.home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "mercer"
+    if sys.platform == "win32":
+        return home / "AppData" / "Local" / "mercer" / "Cache"
+    return home / ".cache" / "mercer"
+
+
+def digest(*parts: object) -> str:
+    """One name for several parts, in their order; the format of the files is one of them."""
+    return hashlib.sha256(json.dumps([FORMAT, *map(str, parts)]).encode()).hexdigest()[:40]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A memory-mapped array [N, ...] and what was noted about it."""
+
+    path: Path
+    array: np.ndarray[Any, Any]
+    notes: dict[str, Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a worker process maps the file itself; the array stays out of the pickle
+        return _reopen, (self.path,)
+
+
+class Writer:
+    """Appends to an array whose first dimension grows."""
+
+    def __init__(self, file: IO[bytes], dtype: str, item: tuple[int, ...]) -> None:
+        self.file = file
+        self.dtype = np.dtype(dtype)
+        self.item = item
+        self.count = 0
+        self.checksum = 0
+        self.notes: dict[str, Any] = {}
+        file.write(bytes(HEADER))
+
+    def append(self, rows: np.ndarray[Any, Any]) -> None:
+        assert rows.shape[1:] == self.item
+        data = np.ascontiguousarray(rows, dtype=self.dtype).tobytes()
+        self.file.write(data)
+        self.checksum = zlib.crc32(data, self.checksum)
+        self.count += len(rows)
+
+    def finish(self) -> None:
+        said = {
+            "dtype": self.dtype.name,
+            "shape": [self.count, *self.item],
+            "checksum": self.checksum,
+            "notes": self.notes,
+        }
+        text = json.dumps(said).encode()
+        start = b"%s %d %08x %d\n" % (MAGIC, FORMAT, zlib.crc32(text), len(text))
+        assert len(start) + len(text) <= HEADER
+        self.file.seek(0)
+        self.file.write(start + text)
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+def load(
+    path: Path, write: Callable[[Writer], None], *, dtype: str, item: tuple[int, ...] = ()
+) -> Stored:
+    """The array at `path`; `write` makes it when it is missing or damaged."""
+    if (found := _find(path)) is not None:
+        return found
+    with replacing(path) as file:
+        if file is not None:
+            writer = Writer(file, dtype, item)
+            write(writer)
+            writer.finish()
+    return read(path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes] | None]:
+    """A file that takes the place of `path` when the block ends well.
+
+    None where another process made it meanwhile. Without locks, as on some network disks, both
+    write, and the last one stays: they write the same.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path) as alone:
+            if path.suffix == ".arr" and _find(path) is not None:
+                yield None
+                return
+            if alone:
+                # nobody else writes this file now: what lies here is of a process that was killed
+                for left in path.parent.glob(f".{path.name}.*.tmp"):
+                    left.unlink(missing_ok=True)
+            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(name, path)
+            finally:
+                Path(name).unlink(missing_ok=True)
+            _sync_folder(path.parent)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(path), str(path.parent)):
+            raise
+        message = f"{error.strerror}; the cache {path} was not written, give another cache_dir"
+        raise OSError(error.errno, message) from error
+
+
+def read(path: Path, *, check: bool = True) -> Stored:
+    """Map the array at `path`; a ValueError says why the file is not what was written."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.readline(HEADER).split()
+        if start[:-3] != MAGIC.split() or start[-3] != b"%d" % FORMAT:
+            raise ValueError("it is of another format")
+        text = file.read(int(start[-1]))
+        if b"%08x" % zlib.crc32(text) != start[-2]:
+            raise ValueError("its header is damaged")
+        said = json.loads(text)
+        dtype, shape = np.dtype(said["dtype"]), tuple(said["shape"])
+        due = HEADER + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        if size != due:
+            raise ValueError(f"it has {size} bytes, not {due}")
+        if check:
+            file.seek(HEADER)
+            checksum = 0
+            while block := file.read(BLOCK):
+                checksum = zlib.crc32(block, checksum)
+            if checksum != said["checksum"]:
+                raise ValueError("its checksum is wrong")
+    if shape[0] == 0:
+        array = np.empty(shape, dtype)
+    else:
+        array = np.memmap(path, dtype, mode="r", offset=HEADER, shape=shape)
+    return Stored(path=path, array=array, notes=said["notes"])
+
+
+def _reopen(path: Path) -> Stored:
+    return read(path, check=False)
+
+
+def _find(path: Path) -> Stored | None:
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except (ValueError, IndexError, KeyError) as error:
+        log.warning("the cache %s cannot be used (%s): it is built again", path, error)
+        return None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Wait until no other process writes `path`; False where the disk has no locks."""
+    if sys.platform == "win32":
+        yield False
+        return
+    import fcntl
+
+    with path.with_name(f".{path.name}.lock").open("wb") as file:
+        try:
+            # freed by the system when the process ends, however it ends
+            fcntl.flock(file, fcntl.LOCK_EX)
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself last; Windows has no such call."""
+    if sys.platform != "win32":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,89 @@
+"""Data that is here without a download: text, digits, and pairs of a small grammar.
+
+The text is that of Python's own documentation, as `pydoc_data` has it in every CPython. Much of it
+is there twice (the topic `specialnames` repeats `attribute-access` and others word by word), so a
+topic that repeats another is left out, and topics that share ten words in a row stand in the same
+split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping
+
+from .corpus import Block, Corpus, Documents
+from .errors import DataError
+
+SHARED_WORDS = 10
+VALID_SHARE = 0.1
+
+
+def read_documentation() -> Corpus:
+    """The topics of Python's documentation, in a train and a valid split that share no passage."""
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError:
+        raise DataError(
+            "this Python came without its documentation (the module pydoc_data.topics); "
+            "give a text file or a folder instead of 'embedded'"
+        ) from None
+    train, valid = split_topics(topics)
+    return Corpus(
+        source=f"embedded: documentation topics of Python {platform.python_version()}",
+        splits={
+            "train": _join([topics[name] for name in train]),
+            "valid": _join([topics[name] for name in valid]),
+        },
+    )
+
+
+def split_topics(topics: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Names of the train and the valid topics; no ten words in a row stand in both."""
+    words = {name: text.split() for name, text in topics.items()}
+    runs = {
+        name: {tuple(text[i : i + SHARED_WORDS]) for i in range(len(text) - SHARED_WORDS + 1)}
+        for name, text in words.items()
+    }
+    owner: dict[tuple[str, ...], str] = {}
+    group: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while group[name] != name:
+            name = group[name]
+        return name
+
+    # the longest first, so that the repeated parts are the ones left out
+    for name in sorted(topics, key=lambda name: (-len(words[name]), name)):
+        shared = [run for run in runs[name] if run in owner]
+        if 2 * len(shared) > len(runs[name]):
+            continue
+        group[name] = name
+        for run in shared:
+            group[find(owner[run])] = find(name)
+        owner.update(dict.fromkeys(runs[name], name))
+
+    groups: dict[str, list[str]] = {}
+    for name in sorted(group):
+        groups.setdefault(find(name), []).append(name)
+    sizes = {head: sum(len(topics[name]) for name in names) for head, names in groups.items()}
+    wanted = VALID_SHARE * sum(sizes.values())
+    valid: list[str] = []
+    taken = 0
+    # by a hash of the name: an order that has nothing to do with what the topics say
+    for head in sorted(groups, key=lambda head: hashlib.sha256(groups[head][0].encode()).digest()):
+        if taken < wanted and sizes[head] < wanted / 2:
+            valid += groups[head]
+            taken += sizes[head]
+    train = sorted(set(group) - set(valid))
+    return train, sorted(valid)
+
+
+def _join(texts: list[str]) -> Documents:
+    """Texts one after the other, as one document."""
+    text = "\n".join(texts)
+
+    def read() -> Iterator[Block]:
+        yield Block(text, True, 1.0)
+
+    return Documents(read=read, fingerprint=hashlib.sha256(text.encode()).hexdigest())

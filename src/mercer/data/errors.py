@@ -1,0 +1,22 @@
+"""What goes wrong with data, said so that it can be mended."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message names the file, and the line where there is one."""
+
+
+def need(name: str, extra: str = "train") -> Any:
+    """The module, or an error that says what to install."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = name.partition(".")[0]
+        if error.name != missing:
+            raise
+        message = f"mercer.data needs {missing} for this: pip install 'mercer[{extra}]'"
+        raise ModuleNotFoundError(message, name=missing) from None

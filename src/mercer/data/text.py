@@ -1,0 +1,199 @@
+"""Text for language models: token files, blocks for training, windows for evaluation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from . import cache, tokens
+from .corpus import Corpus, Documents
+from .embedded import read_documentation
+from .errors import DataError
+
+Progress = Callable[[str, float], None]
+Item = dict[str, Tensor]
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The ids of one split, memory-mapped, and how many UTF-8 bytes of text they stand for."""
+
+    stored: cache.Stored
+
+    @property
+    def ids(self) -> np.ndarray[Any, Any]:
+        return self.stored.array
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.stored.notes["num_bytes"])
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.stored.notes["fingerprint"])
+
+    def __len__(self) -> int:
+        return len(self.stored.array)
+
+    def slice(self, start: int, end: int) -> Tensor:
+        return torch.from_numpy(self.ids[start:end].astype(np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData:
+    """A tokenised corpus. Each document begins with the tokenizer's end-of-text token."""
+
+    train: TokenFile
+    valid: TokenFile
+    test: TokenFile | None = None
+    tokenizer: Any
+    source: str
+    seed: int = 0
+
+    def split(self, name: str) -> TokenFile:
+        found = getattr(self, name, None) if name in ("train", "valid", "test") else None
+        if found is None:
+            has = [n for n in ("train", "valid", "test") if getattr(self, n) is not None]
+            raise ValueError(f"split must be one of {', '.join(has)}, but came as {name!r}")
+        assert isinstance(found, TokenFile)
+        return found
+
+    def blocks(self, split: str, length: int) -> Blocks:
+        """Blocks one after the other, `labels` equal to `input_ids`; a shorter rest is left out."""
+        return Blocks(self.split(split), length)
+
+    def windows(self, split: str, length: int, stride: int | None = None) -> Windows:
+        """Overlapping windows in which every token but the first of the split is a label once."""
+        return Windows(self.split(split), length, length // 2 if stride is None else stride)
+
+    def batches(self, split: str, length: int, size: int, *, epoch: int = 0) -> Iterator[Item]:
+        """Full batches of one epoch, shuffled by the seed and the epoch."""
+        blocks = self.blocks(split, length)
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(blocks))
+        for start in range(0, len(order) - size + 1, size):
+            items = [blocks[int(i)] for i in order[start : start + size]]
+            yield {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+class Blocks(Dataset[Item]):
+    """Item n is the ids from n * length to (n + 1) * length."""
+
+    def __init__(self, file: TokenFile, length: int) -> None:
+        if not 1 < length <= len(file):
+            raise ValueError(
+                f"length must be between 2 and the {len(file)} tokens of the split, "
+                f"but came as {length}"
+            )
+        self.file = file
+        self.length = length
+
+    def __len__(self) -> int:
+        return len(self.file) // self.length
+
+    def __getitem__(self, index: int) -> Item:
+        index = _place(index, len(self))
+        ids = self.file.slice(index * self.length, (index + 1) * self.length)  # [length]
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+class Windows(Dataset[Item]):
+    """Item n begins at n * stride; labels are -100 where an earlier window had them.
+
+    The last window begins earlier than that, so that all are of one length.
+    """
+
+    def __init__(self, file: TokenFile, length: int, stride: int) -> None:
+        if len(file) < 2:
+            raise ValueError(f"a split must have 2 tokens to predict one, but it has {len(file)}")
+        if length < 2 or not 0 < stride < length:
+            raise ValueError(
+                "length must be 2 or more and stride between 1 and length - 1 (the first token of "
+                f"a window is not predicted), but they came as {length} and {stride}"
+            )
+        self.file = file
+        self.length = min(length, len(file))
+        self.stride = stride
+
+    def __len__(self) -> int:
+        return 1 + -(-(len(self.file) - self.length) // self.stride)
+
+    def __getitem__(self, index: int) -> Item:
+        index = _place(index, len(self))
+        start = min(index * self.stride, len(self.file) - self.length)
+        # one past the last token that an earlier window predicts; the very first has no context
+        known = 1 if index == 0 else (index - 1) * self.stride + self.length
+        ids = self.file.slice(start, start + self.length)  # [length]
+        labels = ids.clone()
+        labels[: known - start] = IGNORE
+        return {"input_ids": ids, "labels": labels}
+
+
+def text(
+    source: str | os.PathLike[str] = "embedded",
+    *,
+    tokenizer: Any = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> TextData:
+    """A corpus as token files.
+
+    Args:
+        source: "embedded", a file or a folder, or a name on the hub.
+        tokenizer: "bpe:N", "bytes", "gpt2", a path, a name on the hub, or a tokenizer.
+        cache_dir: where tokens are kept; the platform's folder for caches by default.
+        seed: the order of `batches`; the splits do not depend on it.
+        on_progress: called with what is being done and how much of it is, from 0 to 1.
+    """
+    corpus = find_corpus(source)
+    folder = cache.choose_folder(cache_dir)
+    spec = "bpe:1024" if tokenizer is None else tokenizer
+    chosen = tokens.choose(
+        spec,
+        corpus.splits["train"].fingerprint,
+        lambda: (block.text for block in corpus.splits["train"].read()),
+        folder,
+    )
+    files = {
+        name: _encode(name, documents, chosen, folder, on_progress)
+        for name, documents in corpus.splits.items()
+    }
+    return TextData(**files, tokenizer=chosen, source=corpus.source, seed=seed)
+
+
+def find_corpus(source: str | os.PathLike[str]) -> Corpus:
+    if source == "embedded":
+        return read_documentation()
+    raise DataError(f"source must be 'embedded', but came as {source!r}")
+
+
+def _encode(
+    split: str, documents: Documents, tokenizer: Any, folder: Path, on_progress: Progress | None
+) -> TokenFile:
+    key = cache.digest("tokens", documents.fingerprint, tokens.identify(tokenizer))
+
+    def write(writer: cache.Writer) -> None:
+        def report(done: float) -> None:
+            if on_progress is not None:
+                on_progress(f"tokenising {split}", done)
+
+        writer.notes["fingerprint"] = key
+        tokens.encode(documents.read(), tokenizer, writer, report)
+
+    stored = cache.load(folder / f"tokens-{key}.arr", write, dtype=tokens.width(tokenizer))
+    return TokenFile(stored)
+
+
+def _place(index: int, length: int) -> int:
+    if not -length <= index < length:
+        raise IndexError(f"item {index} of {length}")
+    return index % length
