@@ -1,0 +1,32 @@
+"""Studies: systems compared on one task, with one budget and several seeds."""
+
+from .conduct import Outcome, look_up, run
+from .curves import draw_curves
+from .ledger import Ledger, Record, Shard
+from .load import NAMES, load
+from .report import conclude, introduce, list_studies, show
+from .study import Job, Metric, Study, Variant
+from .table import Row, draw, rows
+
+__all__ = [
+    "NAMES",
+    "Job",
+    "Ledger",
+    "Metric",
+    "Outcome",
+    "Record",
+    "Row",
+    "Shard",
+    "Study",
+    "Variant",
+    "conclude",
+    "draw",
+    "draw_curves",
+    "introduce",
+    "list_studies",
+    "load",
+    "look_up",
+    "rows",
+    "run",
+    "show",
+]

@@ -1,0 +1,185 @@
+"""Run the jobs of a study that have no result yet, and keep each result as it comes.
+
+What this must meet: an interrupt at any moment loses no finished job, and a job that was cut short
+goes on from its own checkpoints; two processes never work on one job; results of another budget are
+never mixed in; one job that fails does not take the others with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .curves import draw_curves
+from .ledger import Ledger, Record, Shard, claim
+from .screen import Progress, Screen
+from .study import PARTS, Job, Study
+from .table import Row, as_markdown, rows
+
+# Trains one job in a folder, reports progress, and returns what mercer.train.run returns.
+Runner = Callable[[Job, Path, Callable[[Progress], None]], Any]
+
+
+@dataclass
+class Outcome:
+    """What a call of `run` came to."""
+
+    rows: list[Row] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    # Jobs that another process has under its hands.
+    elsewhere: list[Job] = field(default_factory=list)
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def missing(self) -> int:
+        return sum(row.wanted - len(row.records) for row in self.rows)
+
+
+def run(
+    study: Study,
+    folder: Path,
+    *,
+    shard: Shard | None = None,
+    seeds: Sequence[int] | None = None,
+    runner: Runner | None = None,
+    console: Console | None = None,
+) -> Outcome:
+    """Run what this shard has to run; what came of it, with everything that is in the folder.
+
+    Raises ValueError, before anything runs, where a setting is wrong, and where the folder cannot
+    be written or holds results of another budget.
+    """
+    shard = shard or Shard()
+    begun = time.monotonic()
+    _make(folder)
+    ledger = Ledger(folder, shard)
+    outcome = Outcome()
+    jobs = study.jobs(seeds)[shard.index - 1 :: shard.count]
+    records, notes = look(study, ledger)
+    todo = [job for job in jobs if job.key not in records]
+    with Screen(console or Console(), study) as screen:
+        for note in notes:
+            screen.say(note, style="yellow")
+        if len(todo) < len(jobs):
+            screen.say(f"{len(jobs) - len(todo)} of {len(jobs)} jobs are there from before")
+        screen.open(rows(study, records.values(), seeds), len(todo))
+        try:
+            for job in todo:
+                with claim(folder / "jobs" / job.name) as ours:
+                    if not ours:
+                        outcome.elsewhere.append(job)
+                    # Another process may have finished it since we looked.
+                    if not ours or job.key in ledger.read():
+                        screen.skip()
+                        continue
+                    if not _run_one(job, study, ledger, runner or train, screen, outcome):
+                        outcome.interrupted = True
+                        break
+                    screen.update(rows(study, ledger.read().values(), seeds))
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+    outcome.rows, _, outcome.files = look_up(study, folder, seeds)
+    outcome.seconds = time.monotonic() - begun
+    return outcome
+
+
+def _run_one(
+    job: Job, study: Study, ledger: Ledger, runner: Runner, screen: Screen, outcome: Outcome
+) -> bool:
+    """Run one job to its record; False where it was stopped."""
+    screen.start(job)
+    begun = time.monotonic()
+    try:
+        result = runner(job, ledger.folder / "jobs" / job.name, screen.show)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
+        # It has no record, so it is tried again next time.
+        outcome.failed[str(job)] = str(error) or type(error).__name__
+        screen.fail(job, outcome.failed[str(job)])
+        return True
+    if result.status == "stopped":
+        return False
+    record = as_record(job, study, result, time.monotonic() - begun)
+    ledger.append(record)
+    screen.finish(record)
+    return True
+
+
+def as_record(job: Job, study: Study, result: Any, seconds: float) -> Record:
+    """What is kept of a result."""
+    return Record(
+        key=job.key,
+        study=study.name,
+        variant=job.variant,
+        seed=job.seed,
+        status=result.status,
+        metrics=dict(result.metrics),
+        parameters=result.parameters,
+        flops_per_token=result.flops_per_token,
+        tokens_per_second=result.tokens_per_second,
+        steps=result.steps,
+        seconds=round(seconds, 2),
+        finished=datetime.now(UTC).isoformat(),
+        settings=dict(job.settings),
+        environment=dict(getattr(result, "environment", {})),
+        history=[dict(entry) for entry in result.history],
+    )
+
+
+def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
+    """The results in a folder, and what is to be said of them; ValueError for another budget."""
+    records, torn = ledger.scan()
+    notes = [f"{place} cannot be read and is left out; its job runs again" for place in torn]
+    old: dict[str, str] = {}
+    for record in records.values():
+        changed = study.differences(record)
+        if budget := [text for name, text in changed.items() if name not in PARTS]:
+            raise ValueError(
+                f"{ledger.folder} holds results of another budget: {'; '.join(budget)}. "
+                "The two do not compare: give this one a folder of its own by --output, "
+                "or remove the old one"
+            )
+        if changed:
+            old[record.variant] = "; ".join(changed.values())
+    notes += [f"older results of {name!r} are left out: {why}" for name, why in old.items()]
+    return records, notes
+
+
+def look_up(
+    study: Study, folder: Path, seeds: Sequence[int] | None = None
+) -> tuple[list[Row], list[str], list[Path]]:
+    """Merge what is in a folder: its rows, what is to be said of them, the files written."""
+    ledger = Ledger(folder)
+    records, notes = look(study, ledger)
+    found = rows(study, records.values(), seeds)
+    if not any(row.records for row in found):
+        return found, notes, []
+    ledger.gather()
+    table = folder / "table.md"
+    table.write_text(as_markdown(study, found), encoding="utf-8")
+    curves = draw_curves(study, found, folder / "curves.png")
+    return found, notes, [ledger.main, table, *([curves] if curves else [])]
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror or error}") from None
+
+
+def train(job: Job, folder: Path, on_progress: Callable[[Progress], None]) -> Any:
+    """Train a job by `mercer.train`, from its last checkpoint where it has one."""
+    raise NotImplementedError

@@ -1,0 +1,182 @@
+"""The results of a study: one line of JSON for each finished job.
+
+What this must meet: several processes and machines write at once, into one folder or into folders
+that are copied together later; any of them may be killed at any moment; nothing that was finished
+is lost, and nothing half written is taken for a result.
+
+So files only grow, by whole lines under a lock, and each is on the disk before the next job starts.
+A shard has a file of its own, `results-1-of-4.jsonl`; readers take all of them, and `gather` copies
+what `results.jsonl` does not have yet. A line that cannot be read is left where it is, and its job
+is run again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAIN = "results.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is kept of a finished job."""
+
+    key: str
+    study: str
+    variant: str
+    seed: int
+    # "done", or "not converged at step N"
+    status: str
+    metrics: dict[str, float | None]
+    parameters: int
+    flops_per_token: float
+    tokens_per_second: float
+    steps: int
+    seconds: float
+    finished: str
+    # Everything that decided the result.
+    settings: dict[str, Any]
+    # What may have moved it a little: versions, device, threads.
+    environment: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, float | None]] = field(default_factory=list)
+
+    @property
+    def converged(self) -> bool:
+        return self.status == "done"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count`, from 1 on."""
+
+    index: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.index <= self.count:
+            raise ValueError(
+                f"--shard must be i/n with i from 1 to n, but came as {self.index}/{self.count}"
+            )
+
+    @property
+    def file(self) -> str:
+        return MAIN if self.count == 1 else f"results-{self.index}-of-{self.count}.jsonl"
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+class Ledger:
+    """The results in a folder; `append` writes to the file of this shard."""
+
+    def __init__(self, folder: Path, shard: Shard | None = None) -> None:
+        self.folder = folder
+        self.path = folder / (shard or Shard()).file
+        self.main = folder / MAIN
+
+    def read(self) -> dict[str, Record]:
+        """All results by key; of two with one key, the one that was finished first."""
+        return self.scan()[0]
+
+    def scan(self) -> tuple[dict[str, Record], list[str]]:
+        """All results, and where lines stand that are none."""
+        found: dict[str, Record] = {}
+        torn = []
+        for path in sorted(self.folder.glob("results*.jsonl")):
+            for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+                if not line.strip():
+                    continue
+                record = _parse(line)
+                if record is None:
+                    torn.append(f"{path.name} line {number}")
+                elif record.key not in found or record.finished < found[record.key].finished:
+                    found[record.key] = record
+        return found, torn
+
+    def append(self, record: Record) -> None:
+        """Add a line, and return when it is on the disk."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _append(self.path, [record])
+
+    def gather(self) -> None:
+        """Bring into results.jsonl what other files of the folder have."""
+        files = list(self.folder.glob("results*.jsonl"))
+        if files in ([], [self.main]):
+            return
+        with _opened(self.main) as file:
+            file.seek(0)
+            there = {r.key for line in file.read().split(b"\n") if (r := _parse(line))}
+            missing = [r for key, r in self.read().items() if key not in there]
+            _write(file, sorted(missing, key=lambda record: record.finished))
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[bool]:
+    """Whether a folder is left to this process until the block ends; a crash lets go of it too."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(folder.name + ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _append(path: Path, records: list[Record]) -> None:
+    with _opened(path) as file:
+        _write(file, records)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def _write(file: BinaryIO, records: list[Record]) -> None:
+    if not records:
+        return
+    text = b"".join(_line(record) for record in records)
+    end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            # Somebody was killed while writing: leave the torn line to itself.
+            text = b"\n" + text
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(_plain(asdict(record)), allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's own types; what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        values = json.loads(line)
+        known = {entry.name for entry in fields(Record)}
+        return Record(**{name: value for name, value in values.items() if name in known})
+    except (ValueError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,58 @@
+"""A study by its name, or from a Python file of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from .study import Study
+
+# Built in: the module of each has a `study`.
+NAMES = ("quick",)
+
+
+def load(text: str) -> Study:
+    """The study that a name or a file stands for."""
+    if text in NAMES:
+        study = importlib.import_module(f"{__package__}.{text}").study
+        assert isinstance(study, Study)
+        return study
+    path = Path(text)
+    if path.suffix != ".py" and not path.exists():
+        raise ValueError(
+            f"there is no study {text!r}; there are: {', '.join(NAMES)}, or give a Python file"
+        )
+    return read(path)
+
+
+def read(path: Path) -> Study:
+    """The `study` that a file defines, named after the file unless it says its name."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        names = runpy.run_path(str(path), run_name="mercer_study")
+    except Exception as error:
+        raise ValueError(f"{_place(path, error)}: {error or type(error).__name__}") from error
+    if "study" not in names:
+        raise ValueError(f"{path} must define `study = Study(...)`, but has no `study`")
+    study = names["study"]
+    if not isinstance(study, Study):
+        raise ValueError(
+            f"`study` in {path} must be a mercer.studies.Study, but came as {study!r:.80}"
+        )
+    return replace(study, name=path.stem) if study.name == "study" else study
+
+
+def _place(path: Path, error: Exception) -> str:
+    """file:line of the last line of the user's file that ran."""
+    if isinstance(error, SyntaxError):
+        return f"{path}:{error.lineno}"
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).name == path.name
+    ]
+    return f"{path}:{lines[-1]}" if lines else str(path)

@@ -1,0 +1,109 @@
+"""What is said before and after a study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from .conduct import Outcome
+from .ledger import Shard
+from .load import NAMES, load
+from .screen import clock
+from .study import Study
+from .table import CAPTION, Row, best, draw
+
+
+def introduce(
+    console: Console, study: Study, folder: Path, shard: Shard | None, seeds: Sequence[int] | None
+) -> None:
+    """What will run, and what is the same for all."""
+    number = len(study.seeds if seeds is None else seeds)
+    part = f", shard {shard}" if shard else ""
+    console.print(f"[bold]{escape(study.title or study.name)}[/]")
+    console.print(
+        f"{len(study.variants)} systems x {number} seeds{part}, into {escape(str(folder))}"
+    )
+    console.print(f"[dim]the same for all: {escape(say_budget(study.budget))}[/]")
+    console.print("[dim]Ctrl-C stops it; the same command goes on where it was[/]")
+
+
+def conclude(console: Console, study: Study, outcome: Outcome, folder: Path, command: str) -> None:
+    """The final table, where everything is, and what to try next."""
+    show(console, outcome.rows, outcome.files)
+    for job, why in outcome.failed.items():
+        console.print(f"[red]failed:[/] {escape(job)}: {escape(why)}", soft_wrap=True)
+    if outcome.elsewhere:
+        names = ", ".join(map(str, outcome.elsewhere))
+        console.print(f"another process is at work on: {escape(names)}", soft_wrap=True)
+    if outcome.interrupted:
+        console.print(
+            f"[yellow]interrupted[/] after {clock(outcome.seconds)}: {_missing(outcome)} to go. "
+            f"Nothing is lost; go on by\n  [bold]{escape(command)}[/]",
+            soft_wrap=True,
+        )
+        return
+    if outcome.failed:
+        return
+    if outcome.missing:
+        console.print(
+            f"{_missing(outcome)} to go, which are not part of this shard: run the other shards "
+            "into this folder, or copy their results*.jsonl here. Then look again by\n"
+            f"  [bold]mercer study {escape(study.name)} --table[/]",
+            soft_wrap=True,
+        )
+        return
+    console.print(f"done in {clock(outcome.seconds)}")
+    suggest(console, study, folder)
+
+
+def show(console: Console, rows: Sequence[Row], files: Sequence[Path]) -> None:
+    """The table, its caption, and the files."""
+    console.print(draw(rows))
+    console.print(f"[dim]{CAPTION}[/]")
+    if (first := best(rows)) is not None and first.spread is not None:
+        rivals = [r for r in rows if r is not first and r.mean is not None and _ties(first, r)]
+        if rivals:
+            names = ", ".join(row.variant for row in rivals)
+            console.print(
+                f"[dim]Within two spreads of the best: {escape(names)}. More seeds would tell.[/]"
+            )
+    console.print()
+    for path in files:
+        console.print(f"wrote {escape(str(path))}", soft_wrap=True)
+
+
+def suggest(console: Console, study: Study, folder: Path) -> None:
+    """What to try next."""
+    console.print("\n[bold]What to try next[/]")
+    for command, purpose in study.next_steps:
+        console.print(f"  {escape(purpose)}\n    [cyan]{escape(command)}[/]", soft_wrap=True)
+
+
+def list_studies(console: Console) -> None:
+    """The studies that come with the package."""
+    console.print("Studies that come with Mercer:")
+    for name in NAMES:
+        console.print(f"  [bold]{name}[/]  {escape(load(name).title)}")
+    console.print(
+        "Run one by `mercer study NAME`, or one of your own by `mercer study FILE.py`; "
+        "docs/studies.md says how to write one."
+    )
+
+
+def say_budget(budget: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in budget.items())
+
+
+def _ties(first: Row, other: Row) -> bool:
+    """Whether two means are closer than twice the larger spread."""
+    assert first.mean is not None
+    assert other.mean is not None
+    return abs(first.mean - other.mean) < 2 * max(first.spread or 0.0, other.spread or 0.0)
+
+
+def _missing(outcome: Outcome) -> str:
+    return f"{outcome.missing} job" + ("" if outcome.missing == 1 else "s")

@@ -1,0 +1,155 @@
+"""What a study shows while it runs: the table as it fills, and the job at hand.
+
+On a terminal the table is drawn in place; into a pipe or a file goes one line for each job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .ledger import Record
+from .study import Job, Study
+from .table import Row, draw, shorten
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is."""
+
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+
+
+class Screen:
+    """A live table on a terminal, a line for each job elsewhere."""
+
+    def __init__(self, console: Console, study: Study) -> None:
+        self.console = console
+        self.study = study
+        self.rows: Sequence[Row] = ()
+        self.job: Job | None = None
+        self.progress = Progress()
+        # Of the jobs of this call: how many there are, and how long the finished ones took.
+        self.number = 0
+        self.times: list[float] = []
+        self.started = time.monotonic()
+        self._live = Live(
+            get_renderable=self._picture, console=console, refresh_per_second=4, transient=True
+        )
+
+    def __enter__(self) -> Screen:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+
+    def open(self, rows: Sequence[Row], number: int) -> None:
+        self.rows, self.number = rows, number
+
+    def start(self, job: Job) -> None:
+        self.job, self.progress, self.started = job, Progress(), time.monotonic()
+
+    def show(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def update(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def skip(self) -> None:
+        """A job of this call is done elsewhere."""
+        self.number -= 1
+
+    def finish(self, record: Record) -> None:
+        """A job ended with a result."""
+        self.times.append(time.monotonic() - self.started)
+        self.job = None
+        metric = self.study.metric
+        value = record.metrics.get(metric.key)
+        said = record.status
+        if record.converged and value is not None:
+            said = f"{value:.{metric.digits}f} {metric.title}"
+        count = f"{len(self.times)}/{self.number}"
+        if not self.console.is_terminal:
+            name = f"{record.variant} seed {record.seed}"
+            self.say(f"{count:>7}  {name:<24} {said}, {record.seconds:.0f} s")
+
+    def fail(self, job: Job, why: str) -> None:
+        self.job = None
+        self.number -= 1
+        self.say(f"failed: {job}: {why}", style="red")
+
+    def _picture(self) -> RenderableType:
+        if not self.rows:
+            return Text("")
+        active = None if self.job is None else self.job.variant
+        parts: list[RenderableType] = [draw(self.rows, active)]
+        if self.job is not None:
+            parts += [
+                self._bar(),
+                Text(self._words(), style="dim", overflow="ellipsis", no_wrap=True),
+            ]
+        return Group(*parts)
+
+    def _bar(self) -> Table:
+        """Over all jobs of this call; the one at hand counts by its steps."""
+        done = len(self.times) + self._share
+        line = Table.grid(padding=(0, 1), expand=False)
+        bar = ProgressBar(total=max(1, self.number), completed=done, width=34)
+        line.add_row(
+            bar, f"job {min(len(self.times) + 1, self.number)} of {self.number}", self._left
+        )
+        return line
+
+    @property
+    def _share(self) -> float:
+        return min(1.0, self.progress.step / self.progress.steps) if self.progress.steps else 0.0
+
+    @property
+    def _left(self) -> str:
+        """The time left, from how long this call's jobs took so far."""
+        spent = sum(self.times) + time.monotonic() - self.started
+        done = len(self.times) + self._share
+        if done < 0.3:
+            return ""
+        return f"about {clock(spent / done * (self.number - done))} left"
+
+    def _words(self) -> str:
+        assert self.job is not None
+        words = [str(self.job)]
+        if self.progress.steps:
+            words.append(f"step {self.progress.step}/{self.progress.steps}")
+        if self.progress.loss is not None:
+            words.append(f"loss {self.progress.loss:.3f}")
+        if self.progress.tokens_per_second:
+            words.append(f"{shorten(self.progress.tokens_per_second)} tokens/s")
+        return ", ".join(words)
+
+
+def clock(seconds: float) -> str:
+    """1:05, or 2:03:10."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

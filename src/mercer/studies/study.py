@@ -1,0 +1,197 @@
+"""A study: systems, a task, one budget for all of them, and seeds.
+
+What this must meet: systems differ in what is compared and in nothing else, so a budget belongs to
+the study and never to one of its systems; and a job is known by a key of everything that decides
+its result, so that results of different budgets can never meet in one table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from ..systems import SYSTEMS
+from .ledger import Record
+
+if TYPE_CHECKING:
+    from ..train.settings import Settings
+
+# What a system of a study may say of itself, in the words of the training settings.
+# They are the models' parts and shape; data, steps and rates are not among them.
+PARTS = ("system", "kernel", "position", "value", "filter", "system_options", "overrides")
+# Settings that a study gives each job by itself.
+ELSEWHERE = ("task", "seed", "output", "resume")
+
+
+class Variant:
+    """A system under a name of its own, with the parts that make it differ."""
+
+    def __init__(self, name: str, **parts: Any) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
+            raise ValueError(
+                "the name of a variant must be letters, digits and . _ + - without spaces, "
+                f"but came as {name!r}"
+            )
+        for part in parts:
+            if part not in PARTS:
+                raise ValueError(
+                    f"variant {name!r} sets {part!r}, but systems may differ in "
+                    f"{', '.join(PARTS)} only; the rest belongs to the budget, equal for all"
+                )
+        if not {"system", "kernel"} & set(parts):
+            if name not in SYSTEMS:
+                raise ValueError(
+                    f"variant {name!r} must say its system or its kernel, or be named as one of: "
+                    f"{', '.join(SYSTEMS)}"
+                )
+            parts["system"] = name
+        self.name = name
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={part!r}" for name, part in self.parts.items()]
+        return f"Variant({', '.join([repr(self.name), *parts])})"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One variant with one seed."""
+
+    variant: str
+    seed: int
+    settings: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """A short name for everything that decides the result."""
+        text = json.dumps(self.settings, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """The folder of the job."""
+        return f"{self.variant}-seed{self.seed}-{self.key[:8]}"
+
+    def __str__(self) -> str:
+        return f"{self.variant} seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Systems x seeds, each trained for one task with one budget."""
+
+    systems: Sequence[str | Variant]
+    task: str = "lm"
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Sequence[int] = (0, 1)
+    name: str = "study"
+    title: str = ""
+    # What to try after it: pairs of a command and what it is for.
+    next_steps: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        if not self.systems or isinstance(self.systems, str):
+            raise ValueError(
+                f"systems must be a list of at least one, but came as {self.systems!r}"
+            )
+        if self.task not in METRICS:
+            raise ValueError(f"task must be one of {', '.join(METRICS)}, but came as {self.task!r}")
+        for part in self.budget:
+            if part in (*PARTS, *ELSEWHERE):
+                raise ValueError(
+                    f"the budget sets {part!r}, but that is not for the budget to say: "
+                    "see systems, task and seeds of the study, and --output"
+                )
+        names = [variant.name for variant in self.variants]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(
+                f"systems must have names of their own, but {min(twice)!r} comes twice"
+            )
+        check_seeds(self.seeds)
+
+    @property
+    def variants(self) -> list[Variant]:
+        return [v if isinstance(v, Variant) else Variant(v) for v in self.systems]
+
+    @property
+    def metric(self) -> Metric:
+        return METRICS[self.task]
+
+    def owns(self, record: Record) -> bool:
+        """Whether a record is of this study as it stands now, whatever its seed."""
+        return not self.differences(record)
+
+    def differences(self, record: Record) -> dict[str, str]:
+        """What decided a record and is no longer so: setting -> "steps was 100, is now 200"."""
+        by_name = {variant.name: variant for variant in self.variants}
+        variant = by_name.get(record.variant)
+        now = self.describe(variant or self.variants[0], record.seed)
+        then = record.settings
+        changed = {
+            name: f"{name} was {then.get(name)!r}, is now {now.get(name)!r}"
+            for name in {**then, **now}
+            if then.get(name) != now.get(name)
+        }
+        if variant is None:
+            # Its parts are its own affair, but it must have had the same budget.
+            changed = {name: text for name, text in changed.items() if name not in PARTS}
+        return changed
+
+    def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
+        """Every variant with the first seed, then with the second, …: half a study is fair too."""
+        return [
+            Job(variant.name, seed, self.describe(variant, seed))
+            for seed in (self.seeds if seeds is None else seeds)
+            for variant in self.variants
+        ]
+
+    def settings(self, variant: Variant, seed: int, **keeping: Any) -> Settings:
+        """The training settings of a job, with nothing left open; ValueError for a wrong one."""
+        from ..train.settings import Settings
+
+        known = [entry.name for entry in fields(Settings)]
+        for name in self.budget:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+                raise ValueError(f"the budget sets {name!r}, which training does not know{hint}")
+        chosen = {"task": self.task, **self.budget, **variant.parts, "seed": seed, **keeping}
+        try:
+            return Settings(**chosen).resolve()
+        except ValueError as error:
+            raise ValueError(f"{variant.name}: {error}") from None
+
+    def describe(self, variant: Variant, seed: int) -> dict[str, Any]:
+        """What decides a result: the settings, less those that only say how a run is kept."""
+        from ..train.settings import FREE
+
+        settings = json.loads(self.settings(variant, seed).as_json())
+        return {name: value for name, value in settings.items() if name not in FREE}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The number a task is judged by."""
+
+    key: str
+    title: str
+    lower_is_better: bool
+    digits: int = 3
+
+
+METRICS = {
+    "lm": Metric("bits_per_byte", "bits per byte", True),
+    "translation": Metric("bleu", "BLEU", False, 2),
+    "vision": Metric("accuracy", "accuracy", False),
+}
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    whole = all(isinstance(seed, int) and seed >= 0 for seed in seeds)
+    if not seeds or not whole or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be different numbers from 0 on, but came as {seeds!r}")

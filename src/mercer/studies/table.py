@@ -1,0 +1,144 @@
+"""The table of a study: mean and spread over seeds, what a system costs, how fast it ran."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from .ledger import Record
+from .study import Metric, Study
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant, and its records in the order of their seeds."""
+
+    variant: str
+    wanted: int
+    records: tuple[Record, ...]
+    metric: Metric
+
+    @property
+    def values(self) -> list[float]:
+        """The final figures of the runs that converged."""
+        figures = [r.metrics.get(self.metric.key) for r in self.records if r.converged]
+        return [figure for figure in figures if figure is not None]
+
+    @property
+    def diverged(self) -> list[Record]:
+        return [record for record in self.records if not record.converged]
+
+    @property
+    def mean(self) -> float | None:
+        """No mean where a run did not converge: that of the others would flatter the system."""
+        return statistics.fmean(self.values) if self.values and not self.diverged else None
+
+    @property
+    def spread(self) -> float | None:
+        """The sample's standard deviation over seeds."""
+        return statistics.stdev(self.values) if self.mean and len(self.values) > 1 else None
+
+    @property
+    def figure(self) -> str:
+        """What the table says of the metric."""
+        digits = self.metric.digits
+        if self.diverged:
+            if self.values:
+                kept = ", ".join(f"{value:.{digits}f}" for value in self.values)
+                return f"{len(self.diverged)} of {len(self.records)} not converged ({kept})"
+            return self.diverged[0].status
+        if self.mean is None:
+            return ""
+        # One run says nothing of the spread.
+        if self.spread is None:
+            return f"{self.mean:.{digits}f}" + " " * (digits + 5)
+        return f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
+
+    @property
+    def costs(self) -> tuple[str, str, str]:
+        """Parameters, FLOPs per token, tokens per second (the median over seeds)."""
+        if not self.records:
+            return "", "", ""
+        last = self.records[-1]
+        speed = statistics.median(record.tokens_per_second for record in self.records)
+        return shorten(last.parameters), shorten(last.flops_per_token), shorten(speed)
+
+    @property
+    def seeds(self) -> str:
+        return f"{len(self.records)}/{self.wanted}"
+
+
+def rows(study: Study, records: Iterable[Record], seeds: Sequence[int] | None = None) -> list[Row]:
+    """One row a variant, of the records that are this study's, whatever their seeds."""
+    wanted = study.seeds if seeds is None else seeds
+    own = [record for record in records if study.owns(record)]
+    found = []
+    for variant in study.variants:
+        mine = sorted((r for r in own if r.variant == variant.name), key=lambda r: r.seed)
+        number = len({*wanted, *(record.seed for record in mine)})
+        found.append(Row(variant.name, number, tuple(mine), study.metric))
+    return found
+
+
+def best(found: Sequence[Row]) -> Row | None:
+    """The row with the best mean; None unless all that have one have all their seeds."""
+    known = [(row.mean, row) for row in found if row.mean is not None]
+    if len(known) < 2:
+        return None
+    choose = min if found[0].metric.lower_is_better else max
+    return choose(known, key=lambda pair: pair[0])[1]
+
+
+def draw(found: Sequence[Row], active: str | None = None) -> Table:
+    """The rows for a terminal; the active one is marked."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    table.add_column("system", no_wrap=True)
+    table.add_column(found[0].metric.title, justify="right")
+    table.add_column("seeds", justify="right", no_wrap=True)
+    for title in ("parameters", "FLOPs/token", "tokens/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    first = best(found)
+    for row in found:
+        figure = row.figure
+        if row.diverged:
+            figure = f"[yellow]{figure}[/]"
+        elif row is first:
+            figure = f"[bold green]{figure}[/]"
+        name = escape(row.variant)
+        style = "" if row.records or row.variant == active else "dim"
+        mark = f"[cyan]{name} ▸[/]" if row.variant == active else name
+        table.add_row(mark, figure, row.seeds, *row.costs, style=style)
+    return table
+
+
+def as_markdown(study: Study, found: Sequence[Row]) -> str:
+    """The same table, for a file."""
+    header = (
+        "system", study.metric.title, "seeds", "parameters", "FLOPs/token", "tokens/s",
+    )  # fmt: skip
+    lines = [f"# {study.title or study.name}", "", _cells(header), "|---|" + "---:|" * 5]
+    for row in found:
+        lines.append(_cells((row.variant, row.figure.strip(), row.seeds, *row.costs)))
+    budget = ", ".join(f"{name} {value}" for name, value in study.budget.items())
+    return "\n".join([*lines, "", CAPTION, "", f"Budget of every system: {budget}.", ""])
+
+
+CAPTION = "Mean ± standard deviation over seeds, on text that was not trained on."
+
+
+def shorten(number: float) -> str:
+    """Three digits and a unit: 118k, 1.32M."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999.6k would round to 1e+03k.
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
