@@ -7,13 +7,14 @@ import multiprocessing
 import re
 import warnings
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from mercer import studies
 from mercer.studies import Ledger, Shard, Study, Variant
-from mercer.studies.screen import Progress, clock
+from mercer.studies.screen import clock
 from mercer.studies.table import shorten
 
 STUDY = Study(
@@ -61,7 +62,7 @@ class Pretended:
         start = {"vaswani2017": 2.5, "rbf": 2.4, "kundu2026": 2.8}[job.variant]
         history = []
         for step in range(10, 41, 10):
-            on_progress(Progress(step, 40, 3.0, 1000.0))
+            on_progress(SimpleNamespace(step=step, steps=40, loss=3.0, tokens_per_second=1e3))
             value = start + 2 * math.exp(-step / 10) + 0.02 * job.seed
             history.append({"step": step, "bits_per_byte": value})
         return Result(metrics={"bits_per_byte": start + 0.02 * job.seed}, history=history)

@@ -42,6 +42,9 @@ def run_study(
     table: Annotated[
         bool, typer.Option("--table", help="Show the results that are there; run nothing.")
     ] = False,
+    source: Annotated[
+        bool, typer.Option("--source", help="Print the study's file, to start one of your own.")
+    ] = False,
 ) -> None:
     """Train every system of a study with one budget and several seeds, and compare them.
 
@@ -57,6 +60,9 @@ def run_study(
         if study is None:
             studies.list_studies(console)
             return
+        if source:
+            typer.echo(studies.find(study).read_text(encoding="utf-8"), nl=False)
+            return
         chosen = studies.load(study)
         wanted = None if seeds is None else read_seeds(seeds)
         part = None if shard is None else read_shard(shard)
@@ -65,6 +71,8 @@ def run_study(
             found, notes, files = studies.look_up(chosen, folder, wanted)
             for note in notes:
                 console.print(escape(note), style="yellow", soft_wrap=True)
+            if not files:
+                raise ValueError(f"there are no results in {folder} yet")
             studies.show(console, found, files)
             return
         studies.introduce(console, chosen, folder, part, wanted)

@@ -3,13 +3,14 @@
 from .conduct import Outcome, look_up, run
 from .curves import draw_curves
 from .ledger import Ledger, Record, Shard
-from .load import NAMES, load
+from .load import NAMES, find, load
 from .report import conclude, introduce, list_studies, show
-from .study import Job, Metric, Study, Variant
+from .study import PARTS, Job, Metric, Study, Variant
 from .table import Row, draw, rows
 
 __all__ = [
     "NAMES",
+    "PARTS",
     "Job",
     "Ledger",
     "Metric",
@@ -22,6 +23,7 @@ __all__ = [
     "conclude",
     "draw",
     "draw_curves",
+    "find",
     "introduce",
     "list_studies",
     "load",

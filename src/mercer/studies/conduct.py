@@ -182,4 +182,8 @@ def _make(folder: Path) -> None:
 
 def train(job: Job, folder: Path, on_progress: Callable[[Progress], None]) -> Any:
     """Train a job by `mercer.train`, from its last checkpoint where it has one."""
-    raise NotImplementedError
+    from ..train import Settings
+    from ..train import run as run_training
+
+    settings = Settings(**job.chosen, output=str(folder), resume=(folder / "config.json").exists())
+    return run_training(settings, on_progress=on_progress)

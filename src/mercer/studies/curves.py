@@ -95,8 +95,9 @@ def _draw_line(axes: Any, row: Row, colour: str, marker: str) -> None:
 def _finish_lines(axes: Any, study: Study, drawn: Sequence[tuple[int, Row]]) -> None:
     metric = study.metric
     curves = [_curve(row) for _, row in drawn]
-    # The first measurement is far above the rest and would flatten them.
-    later = [v for curve in curves for values in list(curve.values())[1:] for v in values]
+    end = max(step for curve in curves for step in curve)
+    # The first measurements are far from the rest and would flatten them.
+    later = [v for curve in curves for s, values in curve.items() if s >= end / 5 for v in values]
     if later:
         low, high = min(later), max(later)
         room = 0.06 * (high - low) or 0.05

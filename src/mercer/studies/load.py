@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import runpy
 import traceback
 from dataclasses import replace
@@ -10,22 +9,25 @@ from pathlib import Path
 
 from .study import Study
 
-# Built in: the module of each has a `study`.
+# Built in: each is a file beside this one.
 NAMES = ("quick",)
 
 
 def load(text: str) -> Study:
     """The study that a name or a file stands for."""
+    return read(find(text))
+
+
+def find(text: str) -> Path:
+    """The file of a study: one of ours by its name, or the user's."""
     if text in NAMES:
-        study = importlib.import_module(f"{__package__}.{text}").study
-        assert isinstance(study, Study)
-        return study
+        return Path(__file__).with_name(f"{text}.py")
     path = Path(text)
     if path.suffix != ".py" and not path.exists():
         raise ValueError(
             f"there is no study {text!r}; there are: {', '.join(NAMES)}, or give a Python file"
         )
-    return read(path)
+    return path
 
 
 def read(path: Path) -> Study:

@@ -1,11 +1,11 @@
 """The study behind `make run`: six systems on the embedded text, in a few minutes on two cores.
 
-A study of your own is a file like this one: copy it, change it, `mercer study FILE.py`.
+A study of your own is a file like this one: copy it, change it, and run `mercer study FILE.py`.
 """
 
 from __future__ import annotations
 
-from .study import Study, Variant
+from mercer.studies import Study, Variant
 
 study = Study(
     name="quick",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,14 +22,17 @@ from .study import Job, Study
 from .table import Row, draw, shorten
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a job is."""
+class Progress(Protocol):
+    """How far a job is, as training reports it."""
 
-    step: int = 0
-    steps: int = 0
-    loss: float | None = None
-    tokens_per_second: float | None = None
+    @property
+    def step(self) -> int: ...
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def loss(self) -> float | None: ...
+    @property
+    def tokens_per_second(self) -> float | None: ...
 
 
 class Screen:
@@ -40,7 +43,7 @@ class Screen:
         self.study = study
         self.rows: Sequence[Row] = ()
         self.job: Job | None = None
-        self.progress = Progress()
+        self.progress: Progress | None = None
         # Of the jobs of this call: how many there are, and how long the finished ones took.
         self.number = 0
         self.times: list[float] = []
@@ -70,7 +73,7 @@ class Screen:
         self.rows, self.number = rows, number
 
     def start(self, job: Job) -> None:
-        self.job, self.progress, self.started = job, Progress(), time.monotonic()
+        self.job, self.progress, self.started = job, None, time.monotonic()
 
     def show(self, progress: Progress) -> None:
         self.progress = progress
@@ -125,12 +128,15 @@ class Screen:
 
     @property
     def _share(self) -> float:
-        return min(1.0, self.progress.step / self.progress.steps) if self.progress.steps else 0.0
+        """How much of the job at hand is done."""
+        if self.job is None or self.progress is None or not self.progress.steps:
+            return 0.0
+        return min(1.0, self.progress.step / self.progress.steps)
 
     @property
     def _left(self) -> str:
         """The time left, from how long this call's jobs took so far."""
-        spent = sum(self.times) + time.monotonic() - self.started
+        spent = sum(self.times) + (time.monotonic() - self.started if self.job else 0.0)
         done = len(self.times) + self._share
         if done < 0.3:
             return ""
@@ -139,12 +145,13 @@ class Screen:
     def _words(self) -> str:
         assert self.job is not None
         words = [str(self.job)]
-        if self.progress.steps:
-            words.append(f"step {self.progress.step}/{self.progress.steps}")
-        if self.progress.loss is not None:
-            words.append(f"loss {self.progress.loss:.3f}")
-        if self.progress.tokens_per_second:
-            words.append(f"{shorten(self.progress.tokens_per_second)} tokens/s")
+        if (progress := self.progress) is None:
+            return f"{self.job}: loading"
+        words.append(f"step {progress.step}" + (f"/{progress.steps}" if progress.steps else ""))
+        if progress.loss is not None:
+            words.append(f"loss {progress.loss:.3f}")
+        if progress.tokens_per_second:
+            words.append(f"{shorten(progress.tokens_per_second)} tokens/s")
         return ", ".join(words)
 
 

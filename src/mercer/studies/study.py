@@ -13,13 +13,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..systems import SYSTEMS
 from .ledger import Record
-
-if TYPE_CHECKING:
-    from ..train.settings import Settings
 
 # What a system of a study may say of itself, in the words of the training settings.
 # They are the models' parts and shape; data, steps and rates are not among them.
@@ -64,6 +61,9 @@ class Job:
 
     variant: str
     seed: int
+    # What the study says of it, for the trainer.
+    chosen: Mapping[str, Any]
+    # Everything that decides its result, with nothing left open.
     settings: Mapping[str, Any]
 
     @property
@@ -102,7 +102,7 @@ class Study:
         if self.task not in METRICS:
             raise ValueError(f"task must be one of {', '.join(METRICS)}, but came as {self.task!r}")
         for part in self.budget:
-            if part in (*PARTS, *ELSEWHERE):
+            if part in {*PARTS, *ELSEWHERE} - {"overrides"}:
                 raise ValueError(
                     f"the budget sets {part!r}, but that is not for the budget to say: "
                     "see systems, task and seeds of the study, and --output"
@@ -130,7 +130,7 @@ class Study:
         """What decided a record and is no longer so: setting -> "steps was 100, is now 200"."""
         by_name = {variant.name: variant for variant in self.variants}
         variant = by_name.get(record.variant)
-        now = self.describe(variant or self.variants[0], record.seed)
+        now = self.job(variant or self.variants[0], record.seed).settings
         then = record.settings
         changed = {
             name: f"{name} was {then.get(name)!r}, is now {now.get(name)!r}"
@@ -145,33 +145,32 @@ class Study:
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
         """Every variant with the first seed, then with the second, …: half a study is fair too."""
         return [
-            Job(variant.name, seed, self.describe(variant, seed))
+            self.job(variant, seed)
             for seed in (self.seeds if seeds is None else seeds)
             for variant in self.variants
         ]
 
-    def settings(self, variant: Variant, seed: int, **keeping: Any) -> Settings:
-        """The training settings of a job, with nothing left open; ValueError for a wrong one."""
-        from ..train.settings import Settings
+    def job(self, variant: Variant, seed: int) -> Job:
+        """One job; ValueError for settings that training does not know or take."""
+        from ..train.settings import FREE, Settings
 
         known = [entry.name for entry in fields(Settings)]
         for name in self.budget:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
-                raise ValueError(f"the budget sets {name!r}, which training does not know{hint}")
-        chosen = {"task": self.task, **self.budget, **variant.parts, "seed": seed, **keeping}
+                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+                raise ValueError(f"the budget sets {name!r}, which training does not know; {hint}")
+        chosen = {"task": self.task, **self.budget, **variant.parts, "seed": seed}
+        # Changes of the preset add up: those for all, and those of this variant.
+        both = [source.get("overrides", {}) for source in (self.budget, variant.parts)]
+        chosen["overrides"] = {**both[0], **both[1]}
         try:
-            return Settings(**chosen).resolve()
+            resolved = json.loads(Settings(**chosen).resolve().as_json())
         except ValueError as error:
             raise ValueError(f"{variant.name}: {error}") from None
-
-    def describe(self, variant: Variant, seed: int) -> dict[str, Any]:
-        """What decides a result: the settings, less those that only say how a run is kept."""
-        from ..train.settings import FREE
-
-        settings = json.loads(self.settings(variant, seed).as_json())
-        return {name: value for name, value in settings.items() if name not in FREE}
+        # The rest says how a run is kept and watched, and may differ between machines.
+        settings = {name: value for name, value in resolved.items() if name not in FREE}
+        return Job(variant.name, seed, chosen, settings)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""The command `mercer study`, with a pretended trainer."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mercer import studies
+from mercer.study_commands import read_seeds, read_shard, run_study
+
+app = typer.Typer()
+app.command("study")(run_study)
+app.callback()(lambda: None)
+conduct = sys.modules["mercer.studies.conduct"]
+
+MINE = """
+from mercer.studies import Study, Variant
+
+study = Study(
+    systems=["vaswani2017", Variant("rbf", kernel="RBF()", position="direct-sum")],
+    budget={"steps": 20},
+    seeds=(0, 1),
+)
+"""
+
+
+def pretend(job, folder, on_progress):
+    value = 2.5 + 0.02 * job.seed + (0.1 if job.variant == "rbf" else 0.0)
+    on_progress(SimpleNamespace(step=10, steps=20, loss=3.0, tokens_per_second=1e3))
+    return SimpleNamespace(
+        status="done", metrics={"bits_per_byte": value}, parameters=118_000, steps=20,
+        flops_per_token=1.3e6, tokens_per_second=2e4,
+        history=[{"step": n, "bits_per_byte": value + math.exp(-n)} for n in (10, 20)],
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(conduct, "train", pretend)
+    monkeypatch.setattr(conduct, "draw_curves", lambda study, rows, path: path)
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["study", *arguments])
+
+
+def test_a_file_runs_and_its_table_is_shown_again(place):
+    done = call("mine.py")
+    assert done.exit_code == 0, done.output
+    assert "2.510 ± 0.014" in done.output
+    assert "2.610 ± 0.014" in done.output
+    assert (place / "runs" / "mine" / "results.jsonl").exists()
+    again = call("mine.py", "--table")
+    assert again.exit_code == 0
+    assert "2.510 ± 0.014" in again.output
+
+
+def test_shards_seeds_and_output(place):
+    first = call("mine.py", "--shard", "1/2", "--seeds", "0-2", "--output", "there")
+    assert first.exit_code == 0
+    assert "3 jobs to go" in first.output
+    second = call("mine.py", "--shard", "2/2", "--seeds", "0-2", "--output", "there")
+    assert "done in" in second.output
+    assert len((place / "there" / "results.jsonl").read_text().splitlines()) == 6
+
+
+def test_an_interrupt_says_how_to_go_on(place, monkeypatch):
+    def stop(job, folder, on_progress):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conduct, "train", stop)
+    done = call("mine.py")
+    assert done.exit_code == 130
+    assert "interrupted" in done.output
+    assert "4 jobs to go" in done.output
+
+
+def test_a_failure_is_an_exit_code(monkeypatch):
+    def fail(job, folder, on_progress):
+        raise RuntimeError("out of memory [16 GB]")
+
+    monkeypatch.setattr(conduct, "train", fail)
+    done = call("mine.py")
+    assert done.exit_code == 1
+    assert "rbf seed 1: out of memory [16 GB]" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_without_a_name_the_studies_are_listed():
+    done = call()
+    assert done.exit_code == 0
+    assert "quick" in done.output
+
+
+def test_the_source_of_a_study_is_a_study(place):
+    (place / "copy.py").write_text(call("quick", "--source").output)
+    copy, quick = studies.load("copy.py"), studies.load("quick")
+    assert [job.key for job in copy.jobs()] == [job.key for job in quick.jobs()]
+
+
+def test_quick_is_what_it_promises():
+    quick = studies.load("quick")
+    names = " ".join(variant.name for variant in quick.variants)
+    for system in ("vaswani2017", "dai2019", "tsai2019", "rbf", "kundu2026", "leng2026"):
+        assert system in names
+    assert len(quick.seeds) == 2
+    # Systems differ in their attention alone: one budget, rates included.
+    budgets = [
+        {k: v for k, v in job.settings.items() if k not in (*studies.PARTS, "seed")}
+        for job in quick.jobs()
+    ]
+    assert all(budget == budgets[0] for budget in budgets)
+    shapes = [job.settings["overrides"] for job in quick.jobs()]
+    assert all(shape == shapes[0] for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quack"], "there is no study 'quack'; there are: quick"),
+        (["gone.py"], "there is no file gone.py"),
+        (["mine.py", "--shard", "2"], "--shard must be i/n"),
+        (["mine.py", "--shard", "3/2"], "--shard must be i/n"),
+        (["mine.py", "--shard", "0/2"], "--shard must be i/n"),
+        (["mine.py", "--seeds", "a"], "--seeds must be such as"),
+        (["mine.py", "--seeds", "4-2"], "--seeds must be such as"),
+        (["mine.py", "--table"], "there are no results in runs/mine yet"),
+        (["empty.py"], "empty.py must define `study = Study(...)`, but has no `study`"),
+        (["wrong.py"], "must be a mercer.studies.Study, but came as 3"),
+        (["broken.py"], "broken.py:2: "),
+        (["division.py"], "division.py:3: division by zero"),
+        (["typo.py"], "did you mean 'learning_rate'?"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(place, arguments, message):
+    (place / "empty.py").write_text("")
+    (place / "wrong.py").write_text("study = 3")
+    (place / "broken.py").write_text("x = 1\nstudy = Study(")
+    (place / "division.py").write_text("x = 1\n\ny = x / 0\n")
+    (place / "typo.py").write_text(MINE.replace('"steps": 20', '"learning_rat": 1e-3'))
+    done = call(*arguments)
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_another_budget_in_the_folder(place):
+    call("mine.py")
+    (place / "mine.py").write_text(MINE.replace('"steps": 20', '"steps": 30'))
+    for arguments in (["mine.py"], ["mine.py", "--table"]):
+        done = call(*arguments)
+        assert done.exit_code == 2
+        assert "steps was 20, is now 30" in done.output
+    assert call("mine.py", "--output", "runs/longer").exit_code == 0
+
+
+def test_seeds_and_shards_are_read():
+    assert read_seeds("0,1, 2") == [0, 1, 2]
+    assert read_seeds("3") == [3]
+    assert read_seeds("0-2,2-4,9") == [0, 1, 2, 3, 4, 9]
+    assert read_shard("2/3") == studies.Shard(2, 3)
