@@ -322,15 +322,18 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         go(tmp_path / "file" / "x")
 
 
-@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("width", [45, 60, 80, 140])
 def test_the_table_fits(tmp_path, width):
     outcome, _ = go(tmp_path)
     console = Console(width=width, file=io.StringIO())
-    console.print(studies.draw(outcome.rows, active="rbf"))
+    console.print(studies.draw(outcome.rows, "rbf", width))
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    for word in ("vaswani2017", "rbf", "118k"):
+    assert "…" not in text
+    for word in ("vaswani2017", "▸ 2/2", "2.510 ± 0.014", "2/2"):
         assert word in text
+    assert ("118k" in text) == (width >= 60)
+    assert ("tokens/s" in text) == (width >= 80)
 
 
 def test_the_curves_are_drawn_again_in_one_step(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -79,8 +78,11 @@ def run_study(
         outcome = studies.run(chosen, folder, shard=part, seeds=wanted, console=console)
     except (ValueError, OSError) as error:
         _fail(str(error))
-    command = shlex.join(["mercer", *sys.argv[1:]])
-    studies.conclude(console, chosen, outcome, folder, command)
+    look = ["mercer", "study", study, *([] if output is None else ["--output", str(output)])]
+    again = [*look, *(["--shard", shard] if shard else []), *(["--seeds", seeds] if seeds else [])]
+    studies.conclude(
+        console, chosen, outcome, again=shlex.join(again), look=shlex.join([*look, "--table"])
+    )
     raise typer.Exit(INTERRUPTED if outcome.interrupted else FAILED if outcome.failed else 0)
 
 

@@ -88,7 +88,9 @@ def run(
                     screen.update(rows(study, ledger.read().values(), seeds))
         except KeyboardInterrupt:
             outcome.interrupted = True
-    outcome.rows, _, outcome.files = look_up(study, folder, seeds)
+        # Under the screen still: drawing takes a moment.
+        screen.update(rows(study, ledger.read().values(), seeds))
+        outcome.rows, _, outcome.files = look_up(study, folder, seeds)
     outcome.seconds = time.monotonic() - begun
     return outcome
 

@@ -31,8 +31,11 @@ def introduce(
     console.print("[dim]Ctrl-C stops it; the same command goes on where it was[/]")
 
 
-def conclude(console: Console, study: Study, outcome: Outcome, folder: Path, command: str) -> None:
-    """The final table, where everything is, and what to try next."""
+def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, look: str) -> None:
+    """The final table, where everything is, and what to try next.
+
+    `again` is the command that goes on, `look` the one that shows the table.
+    """
     show(console, outcome.rows, outcome.files)
     for job, why in outcome.failed.items():
         console.print(f"[red]failed:[/] {escape(job)}: {escape(why)}", soft_wrap=True)
@@ -42,27 +45,26 @@ def conclude(console: Console, study: Study, outcome: Outcome, folder: Path, com
     if outcome.interrupted:
         console.print(
             f"[yellow]interrupted[/] after {clock(outcome.seconds)}: {_missing(outcome)} to go. "
-            f"Nothing is lost; go on by\n  [bold]{escape(command)}[/]",
-            soft_wrap=True,
+            "Nothing is lost; go on by"
         )
+        console.print(f"  [bold]{escape(again)}[/]", soft_wrap=True)
         return
     if outcome.failed:
         return
     if outcome.missing:
         console.print(
-            f"{_missing(outcome)} to go, which are not part of this shard: run the other shards "
-            "into this folder, or copy their results*.jsonl here. Then look again by\n"
-            f"  [bold]mercer study {escape(study.name)} --table[/]",
-            soft_wrap=True,
+            f"{_missing(outcome)} to go, in other hands: run the other shards into this folder, or "
+            "copy their results*.jsonl here. The table of all of them:"
         )
+        console.print(f"  [bold]{escape(look)}[/]", soft_wrap=True)
         return
     console.print(f"done in {clock(outcome.seconds)}")
-    suggest(console, study, folder)
+    suggest(console, study)
 
 
 def show(console: Console, rows: Sequence[Row], files: Sequence[Path]) -> None:
     """The table, its caption, and the files."""
-    console.print(draw(rows))
+    console.print(draw(rows, width=console.width))
     console.print(f"[dim]{CAPTION}[/]")
     if (first := best(rows)) is not None and first.spread is not None:
         rivals = [r for r in rows if r is not first and r.mean is not None and _ties(first, r)]
@@ -76,8 +78,10 @@ def show(console: Console, rows: Sequence[Row], files: Sequence[Path]) -> None:
         console.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
-def suggest(console: Console, study: Study, folder: Path) -> None:
+def suggest(console: Console, study: Study) -> None:
     """What to try next."""
+    if not study.next_steps:
+        return
     console.print("\n[bold]What to try next[/]")
     for command, purpose in study.next_steps:
         console.print(f"  {escape(purpose)}\n    [cyan]{escape(command)}[/]", soft_wrap=True)

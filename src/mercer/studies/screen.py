@@ -108,7 +108,7 @@ class Screen:
         if not self.rows:
             return Text("")
         active = None if self.job is None else self.job.variant
-        parts: list[RenderableType] = [draw(self.rows, active)]
+        parts: list[RenderableType] = [draw(self.rows, active, self.console.width)]
         if self.job is not None:
             parts += [
                 self._bar(),

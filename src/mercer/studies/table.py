@@ -13,6 +13,8 @@ from rich.table import Table
 from .ledger import Record
 from .study import Metric, Study
 
+COSTS = ("parameters", "FLOPs/token", "tokens/s")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -60,13 +62,14 @@ class Row:
         return f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
 
     @property
-    def costs(self) -> tuple[str, str, str]:
-        """Parameters, FLOPs per token, tokens per second (the median over seeds)."""
+    def costs(self) -> dict[str, str]:
+        """What it takes; the speed is the median over seeds."""
         if not self.records:
-            return "", "", ""
+            return dict.fromkeys(COSTS, "")
         last = self.records[-1]
         speed = statistics.median(record.tokens_per_second for record in self.records)
-        return shorten(last.parameters), shorten(last.flops_per_token), shorten(speed)
+        figures = (last.parameters, last.flops_per_token, speed)
+        return dict(zip(COSTS, map(shorten, figures), strict=True))
 
     @property
     def seeds(self) -> str:
@@ -94,14 +97,19 @@ def best(found: Sequence[Row]) -> Row | None:
     return choose(known, key=lambda pair: pair[0])[1]
 
 
-def draw(found: Sequence[Row], active: str | None = None) -> Table:
-    """The rows for a terminal; the active one is marked."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+def draw(found: Sequence[Row], active: str | None = None, width: int = 80) -> Table:
+    """The rows for a terminal of this width; the active one is marked."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("system", no_wrap=True)
-    table.add_column(found[0].metric.title, justify="right")
+    table.add_column(found[0].metric.title, justify="right", min_width=13)
     table.add_column("seeds", justify="right", no_wrap=True)
-    for title in ("parameters", "FLOPs/token", "tokens/s"):
-        table.add_column(title, justify="right", no_wrap=True)
+    # Where it is narrow, costs give way to names and figures.
+    room = width - max(len(row.variant) for row in found) - 26
+    shown = []
+    for title in COSTS:
+        if (room := room - len(title) - 3) >= 0:
+            table.add_column(title, justify="right", no_wrap=True)
+            shown.append(title)
     first = best(found)
     for row in found:
         figure = row.figure
@@ -111,24 +119,24 @@ def draw(found: Sequence[Row], active: str | None = None) -> Table:
             figure = f"[bold green]{figure}[/]"
         name = escape(row.variant)
         style = "" if row.records or row.variant == active else "dim"
-        mark = f"[cyan]{name} ▸[/]" if row.variant == active else name
-        table.add_row(mark, figure, row.seeds, *row.costs, style=style)
+        seeds = row.seeds
+        if row.variant == active:
+            name, seeds = f"[cyan]{name}[/]", f"[cyan]▸[/] {seeds}"
+        table.add_row(name, figure, seeds, *(row.costs[t] for t in shown), style=style)
     return table
 
 
 def as_markdown(study: Study, found: Sequence[Row]) -> str:
     """The same table, for a file."""
-    header = (
-        "system", study.metric.title, "seeds", "parameters", "FLOPs/token", "tokens/s",
-    )  # fmt: skip
+    header = ("system", study.metric.title, "seeds", *COSTS)
     lines = [f"# {study.title or study.name}", "", _cells(header), "|---|" + "---:|" * 5]
     for row in found:
-        lines.append(_cells((row.variant, row.figure.strip(), row.seeds, *row.costs)))
+        lines.append(_cells((row.variant, row.figure.strip(), row.seeds, *row.costs.values())))
     budget = ", ".join(f"{name} {value}" for name, value in study.budget.items())
     return "\n".join([*lines, "", CAPTION, "", f"Budget of every system: {budget}.", ""])
 
 
-CAPTION = "Mean ± standard deviation over seeds, on text that was not trained on."
+CAPTION = "Mean ± standard deviation over seeds, on data that was not trained on."
 
 
 def shorten(number: float) -> str:
