@@ -49,7 +49,7 @@ class Pretended:
     stop_after: int | None = None
     fails: dict = field(default_factory=dict)
 
-    def __call__(self, job, folder, on_progress):
+    def __call__(self, job, folder, screen):
         if self.stop_after == len(self.ran):
             raise KeyboardInterrupt
         assert folder.parent.is_dir()
@@ -62,7 +62,7 @@ class Pretended:
         start = {"vaswani2017": 2.5, "rbf": 2.4, "kundu2026": 2.8}[job.variant]
         history = []
         for step in range(10, 41, 10):
-            on_progress(SimpleNamespace(step=step, steps=40, loss=3.0, tokens_per_second=1e3))
+            screen.show(SimpleNamespace(step=step, steps=40, loss=3.0, tokens_per_second=1e3))
             value = start + 2 * math.exp(-step / 10) + 0.02 * job.seed
             history.append({"step": step, "bits_per_byte": value})
         return Result(metrics={"bits_per_byte": start + 0.02 * job.seed}, history=history)

@@ -27,9 +27,9 @@ study = Study(
 """
 
 
-def pretend(job, folder, on_progress):
+def pretend(job, folder, screen):
     value = 2.5 + 0.02 * job.seed + (0.1 if job.variant == "rbf" else 0.0)
-    on_progress(SimpleNamespace(step=10, steps=20, loss=3.0, tokens_per_second=1e3))
+    screen.show(SimpleNamespace(step=10, steps=20, loss=3.0, tokens_per_second=1e3))
     return SimpleNamespace(
         status="done", metrics={"bits_per_byte": value}, parameters=118_000, steps=20,
         flops_per_token=1.3e6, tokens_per_second=2e4,
@@ -72,7 +72,7 @@ def test_shards_seeds_and_output(place):
 
 
 def test_an_interrupt_says_how_to_go_on(place, monkeypatch):
-    def stop(job, folder, on_progress):
+    def stop(job, folder, screen):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(conduct, "train", stop)
@@ -83,13 +83,15 @@ def test_an_interrupt_says_how_to_go_on(place, monkeypatch):
 
 
 def test_a_failure_is_an_exit_code(monkeypatch):
-    def fail(job, folder, on_progress):
+    def fail(job, folder, screen):
         raise RuntimeError("out of memory [16 GB]")
 
     monkeypatch.setattr(conduct, "train", fail)
     done = call("mine.py")
     assert done.exit_code == 1
     assert "rbf seed 1: out of memory [16 GB]" in done.output
+    # Said once as it happens, and once for all jobs at the end.
+    assert done.output.count("out of memory") == 2
     assert "Traceback" not in done.output
 
 

@@ -76,7 +76,7 @@ def run_study(
             return
         studies.introduce(console, chosen, folder, part, wanted)
         outcome = studies.run(chosen, folder, shard=part, seeds=wanted, console=console)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         _fail(str(error))
     look = ["mercer", "study", study, *([] if output is None else ["--output", str(output)])]
     again = [*look, *(["--shard", shard] if shard else []), *(["--seeds", seeds] if seeds else [])]

@@ -7,25 +7,27 @@ never mixed in; one job that fails does not take the others with it.
 
 from __future__ import annotations
 
-import errno
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from .curves import draw_curves
 from .ledger import Ledger, Record, Shard, claim
-from .screen import Progress, Screen
+from .screen import Screen
 from .study import PARTS, Job, Study
 from .table import Row, as_markdown, rows
 
-# Trains one job in a folder, reports progress, and returns what mercer.train.run returns.
-Runner = Callable[[Job, Path, Callable[[Progress], None]], Any]
+if TYPE_CHECKING:
+    from ..train import Result
+
+# Trains one job in a folder, reports to the screen, and returns what mercer.train.run returns.
+Runner = Callable[[Job, Path, Screen], Any]
 
 
 @dataclass
@@ -57,7 +59,7 @@ def run(
     """Run what this shard has to run; what came of it, with everything that is in the folder.
 
     Raises ValueError, before anything runs, where a setting is wrong, and where the folder cannot
-    be written or holds results of another budget.
+    be written or holds results of another budget; OSError where the disk gives way.
     """
     shard = shard or Shard()
     begun = time.monotonic()
@@ -102,10 +104,11 @@ def _run_one(
     screen.start(job)
     begun = time.monotonic()
     try:
-        result = runner(job, ledger.folder / "jobs" / job.name, screen.show)
+        result = runner(job, ledger.folder / "jobs" / job.name, screen)
+    except OSError:
+        # The disk or the network, not the system: the next job would meet the same.
+        raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise
         # It has no record, so it is tried again next time.
         outcome.failed[str(job)] = str(error) or type(error).__name__
         screen.fail(job, outcome.failed[str(job)])
@@ -182,10 +185,11 @@ def _make(folder: Path) -> None:
         raise ValueError(f"cannot write to {folder}: {error.strerror or error}") from None
 
 
-def train(job: Job, folder: Path, on_progress: Callable[[Progress], None]) -> Any:
+def train(job: Job, folder: Path, screen: Screen) -> Result:
     """Train a job by `mercer.train`, from its last checkpoint where it has one."""
     from ..train import Settings
     from ..train import run as run_training
 
-    settings = Settings(**job.chosen, output=str(folder), resume=(folder / "config.json").exists())
-    return run_training(settings, on_progress=on_progress)
+    begun = (folder / "config.json").exists()
+    settings = Settings(**job.chosen, output=str(folder), resume=begun)
+    return run_training(settings, screen.show, say=lambda text: screen.say(f"{job}: {text}"))

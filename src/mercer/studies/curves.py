@@ -70,7 +70,7 @@ def _curve(row: Row) -> dict[int, list[float]]:
     points: dict[int, list[float]] = {}
     for record in row.records:
         for entry in record.history:
-            value = entry.get(row.metric.key)
+            value = entry.get(row.metric.curve.key)
             step = entry.get("step")
             if value is not None and step is not None:
                 points.setdefault(int(step), []).append(value)
@@ -93,7 +93,7 @@ def _draw_line(axes: Any, row: Row, colour: str, marker: str) -> None:
 
 
 def _finish_lines(axes: Any, study: Study, drawn: Sequence[tuple[int, Row]]) -> None:
-    metric = study.metric
+    metric = study.metric.curve
     curves = [_curve(row) for _, row in drawn]
     end = max(step for curve in curves for step in curve)
     # The first measurements are far from the rest and would flatten them.

@@ -38,7 +38,7 @@ class Record:
     metrics: dict[str, float | None]
     parameters: int
     flops_per_token: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     steps: int
     seconds: float
     finished: str

@@ -37,8 +37,9 @@ def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, lo
     `again` is the command that goes on, `look` the one that shows the table.
     """
     show(console, outcome.rows, outcome.files)
-    for job, why in outcome.failed.items():
-        console.print(f"[red]failed:[/] {escape(job)}: {escape(why)}", soft_wrap=True)
+    for why in dict.fromkeys(outcome.failed.values()):
+        jobs = ", ".join(job for job, reason in outcome.failed.items() if reason == why)
+        console.print(f"[red]failed:[/] {escape(jobs)}: {escape(why)}", soft_wrap=True)
     if outcome.elsewhere:
         names = ", ".join(map(str, outcome.elsewhere))
         console.print(f"another process is at work on: {escape(names)}", soft_wrap=True)

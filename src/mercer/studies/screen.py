@@ -48,6 +48,7 @@ class Screen:
         self.number = 0
         self.times: list[float] = []
         self.started = time.monotonic()
+        self.reasons: set[str] = set()
         self._live = Live(
             get_renderable=self._picture, console=console, refresh_per_second=4, transient=True
         )
@@ -100,9 +101,12 @@ class Screen:
             self.say(f"{count:>7}  {name:<24} {said}, {record.seconds:.0f} s")
 
     def fail(self, job: Job, why: str) -> None:
+        """A job ended without a result; of many with one reason, the first is said."""
         self.job = None
         self.number -= 1
-        self.say(f"failed: {job}: {why}", style="red")
+        if why not in self.reasons:
+            self.reasons.add(why)
+            self.say(f"failed: {job}: {why}", style="red")
 
     def _picture(self) -> RenderableType:
         if not self.rows:

@@ -175,17 +175,23 @@ class Study:
 
 @dataclass(frozen=True)
 class Metric:
-    """The number a task is judged by."""
+    """The number a task is judged by, and the one that is measured on the way."""
 
     key: str
     title: str
     lower_is_better: bool
     digits: int = 3
+    # Where the first is measured at the end alone.
+    on_the_way: Metric | None = None
+
+    @property
+    def curve(self) -> Metric:
+        return self.on_the_way or self
 
 
 METRICS = {
     "lm": Metric("bits_per_byte", "bits per byte", True),
-    "translation": Metric("bleu", "BLEU", False, 2),
+    "translation": Metric("bleu", "BLEU", False, 2, Metric("perplexity", "perplexity", True)),
     "vision": Metric("accuracy", "accuracy", False),
 }
 

@@ -67,9 +67,13 @@ class Row:
         if not self.records:
             return dict.fromkeys(COSTS, "")
         last = self.records[-1]
-        speed = statistics.median(record.tokens_per_second for record in self.records)
-        figures = (last.parameters, last.flops_per_token, speed)
-        return dict(zip(COSTS, map(shorten, figures), strict=True))
+        speeds = [r.tokens_per_second for r in self.records if r.tokens_per_second is not None]
+        speed = shorten(statistics.median(speeds)) if speeds else ""
+        return dict(
+            zip(
+                COSTS, (shorten(last.parameters), shorten(last.flops_per_token), speed), strict=True
+            )
+        )
 
     @property
     def seeds(self) -> str:
