@@ -146,6 +146,8 @@ def _check_lengths_and_heads(q: Features, k: Features, v: Tensor) -> None:
     if k.length != v.shape[2]:
         raise ValueError(f"k and v must have one length, but k has {k.length} and v {v.shape[2]}")
     heads = q.heads
+    if all(x.shape[1] == heads for x in (*q.tensors(), *k.tensors(), v)):
+        return
     for name, x in _named(q, k, v):
         count = x.shape[1]
         fits = count in (1, heads) if name.startswith("q") else count > 0 and heads % count == 0
@@ -158,6 +160,8 @@ def _check_lengths_and_heads(q: Features, k: Features, v: Tensor) -> None:
 
 
 def _batch(q: Features, k: Features, v: Tensor) -> int:
+    if all(x.shape[0] == v.shape[0] for x in (*q.tensors(), *k.tensors())):
+        return v.shape[0]
     sizes = {name: x.shape[0] for name, x in _named(q, k, v)}
     batch = v.shape[0] if v.shape[0] != 1 else next((n for n in sizes.values() if n != 1), 1)
     if any(size not in (1, batch) for size in sizes.values()):
@@ -166,6 +170,9 @@ def _batch(q: Features, k: Features, v: Tensor) -> int:
 
 
 def _check_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> None:
+    tensors = (*q.tensors(), *k.tensors(), *kernel.parameters())
+    if all(x.device == v.device for x in tensors):
+        return
     devices = {name: str(x.device) for name, x in _named(q, k, v)}
     devices |= {f"kernel.{name}": str(p.device) for name, p in kernel.named_parameters()}
     if len(set(devices.values())) > 1:
@@ -173,6 +180,6 @@ def _check_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> None:
 
 
 def _check_dtypes(q: Features, k: Features, v: Tensor) -> None:
-    dtypes = {name: x.dtype for name, x in _named(q, k, v)}
-    if len(set(dtypes.values())) > 1:
+    if any(x.dtype != v.dtype for x in (*q.tensors(), *k.tensors())):
+        dtypes = {name: x.dtype for name, x in _named(q, k, v)}
         raise ValueError(f"q, k and v must have one dtype, but came as {dtypes}")

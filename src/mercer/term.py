@@ -53,7 +53,8 @@ class Link(Spec):
         return weight * self.slope(s)
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen, like Relative below: torch 2.11 cannot compile subclasses of frozen dataclasses.
+@dataclass(kw_only=True, eq=False)
 class Factor:
     """link(scale_i (<q_i, k_j> + col_j) + row_i)."""
 
@@ -88,27 +89,24 @@ class Apart(Factor):
     def __init__(
         self, *, q: Tensor, k: Tensor, scale: Tensor | float = 1.0, link: Link | None = None
     ) -> None:
-        given = {"q": q, "k": k, "scale": scale, "link": link, "_col": None, "_row": None}
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
+        self.q, self.k, self.scale, self.link = q, k, scale, link
+        self._col = self._row = None
 
     @property
     def keyed(self) -> bool:
         return True
 
     @property
-    def col(self) -> Tensor:
+    def col(self) -> Tensor:  # type: ignore[override]
         if self._col is None:
-            object.__setattr__(self, "_col", half_norm(self.k))
-        assert self._col is not None
+            self._col = half_norm(self.k)
         return self._col
 
     @property
-    def row(self) -> Tensor:
+    def row(self) -> Tensor:  # type: ignore[override]
         if self._row is None:
             scale = self.scale[..., 0] if isinstance(self.scale, Tensor) else self.scale
-            object.__setattr__(self, "_row", scale * half_norm(self.q))
-        assert self._row is not None
+            self._row = scale * half_norm(self.q)
         return self._row
 
 
@@ -118,7 +116,7 @@ def half_norm(x: Tensor) -> Tensor:
     return -0.5 * torch.linalg.vector_norm(x, dim=-1, dtype=accumulator(x.dtype)).square()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Relative:
     """bias(i, j) = table[..., i, clip(i - j, -c, c) + c]."""
 
@@ -146,14 +144,12 @@ class Scored(Relative):
     _table: Tensor | None
 
     def __init__(self, *, q: Tensor, rows: Tensor) -> None:
-        for name, value in (("q", q), ("rows", rows), ("_table", None)):
-            object.__setattr__(self, name, value)
+        self.q, self.rows, self._table = q, rows, None
 
     @property
-    def table(self) -> Tensor:
+    def table(self) -> Tensor:  # type: ignore[override]
         if self._table is None:
-            object.__setattr__(self, "_table", self.q.to(self.rows.dtype) @ self.rows.mT)
-        assert self._table is not None
+            self._table = self.q.to(self.rows.dtype) @ self.rows.mT
         return self._table
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from ..filters import (
@@ -23,6 +25,7 @@ from ..filters import (
 )
 
 MAX_CLAUSES = 4
+PATTERNS = frozenset({Full, Causal, Earlier, Window, Memory, Strided, Fixed})
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,18 @@ class Clauses:
 
 def read(filter: Filter, num_queries: int, num_keys: int) -> Clauses | str:
     """The filter in clauses, or why it has none."""
+    # A filter of places alone is a few numbers, and mostly the same for all calls of a model.
+    if type(filter) in PATTERNS and not torch.compiler.is_compiling():
+        return _remembered(filter, num_queries, num_keys)
+    return _read(filter, num_queries, num_keys)
+
+
+@lru_cache(maxsize=1024)
+def _remembered(filter: Filter, num_queries: int, num_keys: int) -> Clauses | str:
+    return _read(filter, num_queries, num_keys)
+
+
+def _read(filter: Filter, num_queries: int, num_keys: int) -> Clauses | str:
     place = num_keys - num_queries
     data: dict[str, Tensor] = {}
     starts: set[int] = set()

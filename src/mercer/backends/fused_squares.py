@@ -76,7 +76,8 @@ def chunk_size(dim: int, values: int) -> int:
 
 
 def _power(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
+    # Not below 32: blocks of 16 by 128 that a loop reads ahead come out wrong from Triton 3.6.
+    return max(32, 1 << (width - 1).bit_length())
 
 
 def _round(length: int, size: int) -> int:

@@ -141,9 +141,7 @@ class Joined(Apart):
 
     def __init__(self, f: Apart, extra: Tensor) -> None:
         super().__init__(q=f.q, k=f.k, scale=f.scale, link=f.link)
-        object.__setattr__(self, "extra", extra)
-
-    extra: Tensor
+        self.extra = extra
 
 
 def _parts(term: Term) -> tuple[list[Factor], list[Factor], list[Factor]]:
@@ -240,6 +238,7 @@ class _Fused(torch.autograd.Function):
         inputs = Inputs.of(tensors, table, lengths, ids, seed)
         out, lse, low, (ctx.plan, ready) = triton_launch.forward(inputs, static)
         ctx.static = static
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             lengths, ids, seed, table, scored, by, out, lse, low, *ready, *tensors
         )
@@ -247,8 +246,9 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         lengths, ids, seed, table, scored, by, out, lse, low, *rest = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         kept, tensors = (ctx.plan, Numbers(*rest[:5])), tuple(rest[5:])
         inputs = Inputs.of(tensors, table, lengths, ids, seed)
         grads = triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, ctx.static, kept)

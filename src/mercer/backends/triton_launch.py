@@ -172,7 +172,7 @@ def _splits(x: Inputs, static: Static) -> int:
 
 
 def backward(
-    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
     static: Static, kept: tuple[Plan, Numbers] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, scale, row, col and the table, in this order."""
@@ -185,12 +185,21 @@ def backward(
     numbers = p.numbers(x.seed)
     (batch, heads, num_queries), num_keys = static.shape, p.num_keys
     tokens = static.tokens
-    grad_out, grad_lse = aligned_copy(grad_out, tokens), aligned_copy(grad_lse)
+    grad_out = aligned_copy(grad_out, tokens)
+    given_lse = grad_lse is not None
+    if grad_lse is not None:
+        grad_lse = aligned_copy(grad_lse)
+    elif x.table is not None or any(slot.link for slot in static.slots):
+        grad_lse = torch.zeros_like(lse)
+    else:
+        # Nobody reads it.
+        grad_lse = lse
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     width = v.shape[-1]
     _helper(
         "delta", (-(-num_queries // 64), batch * heads, 1),
-        {"V": p.constants["V"], "BM": 64, "HAS_LOW": low.numel() > 0, "TOKENS": tokens},
+        {"V": p.constants["V"], "BM": 64, "HAS_LOW": low.numel() > 0, "TOKENS": tokens,
+         "HAS_LSE": given_lse},
         (out, low, grad_out, lse, grad_lse, delta, lse2), (heads, num_queries, width),
     )  # fmt: skip
     slots = static.slots

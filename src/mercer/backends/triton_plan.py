@@ -154,7 +154,9 @@ class Launch:
             # Triton would look for the compiled kernel anew by each of some eighty arguments. All
             # that it is specialised for is in the key under which this launch is kept.
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-            self.compiled[self.grid](*tensors, *numbers, *self.constants.values(), stream=stream)
+            # Nor does the driver have to ask whose memory an address is.
+            addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+            self.compiled[self.grid](*addresses, *numbers, *self.constants.values(), stream=stream)
 
 
 @dataclass(eq=False)
@@ -328,11 +330,21 @@ def processors(device: torch.device) -> int:
 
 def describe(x: Tensor, rows: int, width: int) -> Any:
     """x for the copy engine, in blocks of rows."""
+    shape, (b, h, t, _) = list(x.shape), x.stride()
+    # The stride of a dimension of 1 is never used, but must be a multiple of 16 bytes.
+    strides = [b if shape[0] > 1 else 16, h if shape[1] > 1 else 16, t if shape[2] > 1 else 16, 1]
+    found: Any = object.__new__(_descriptor())
+    # What its own constructor would check, `copies` has checked.
+    found.base, found.shape, found.strides = x, shape, strides
+    found.block_shape, found.padding = [1, 1, rows, width], "zero"
+    return found
+
+
+@lru_cache(maxsize=1)
+def _descriptor() -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # The stride of a dimension of 1 is never used, but must be a multiple of 16 bytes.
-    strides = [s if d > 1 else 16 for s, d in zip(x.stride(), x.shape, strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, width])
+    return TensorDescriptor
 
 
 # (BM, BN, warps, stages) by kernel, width and what the weights need, measured on an H200. With two

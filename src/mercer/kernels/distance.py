@@ -62,10 +62,11 @@ class Distance(Kernel):
                 f"the kernel has bandwidths for {log.numel()} heads, "
                 f"but the queries have {x.shape[1]}"
             )
-        precision = (-2.0 * log).exp()
+        log = log.reshape(-1, 1, 1)
         if self.relative_to_default:
-            precision = precision * _default(x.shape[-1]) ** -2
-        return precision.reshape(-1, 1, 1)
+            default = math.log(_default(x.shape[-1]))
+            return torch.rsub(log, -2.0 * default, alpha=2).exp()
+        return (-2.0 * log).exp()
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = self.select(q, k)
