@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..explain import Explanation, explain
@@ -38,6 +39,8 @@ class KernelAttention(nn.Module):
         filter: which places are seen, unless `forward` is given another.
         tokens: token kernels on keys or values; not copied, so that layers can share them.
         layer: the number of this layer, for token kernels that differ between layers.
+        normalize: divide q and k by their root mean square, in heads, after a rotation.
+        value_vocab: as many value embeddings: the values get a learned vector of the token, too.
         dropout: the share of weights dropped in training.
         backend: as in `smooth`.
     """
@@ -57,6 +60,8 @@ class KernelAttention(nn.Module):
         filter: Filter = Full(),
         tokens: TokenKernels | None = None,
         layer: int = 0,
+        normalize: bool = False,
+        value_vocab: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
         backend: str = "auto",
@@ -84,7 +89,7 @@ class KernelAttention(nn.Module):
         self.tied, self.value_function = symmetric, value
         self.filter, self.dropout, self.backend = filter, dropout, backend
         _check_tokens(tokens, num_heads, num_kv_heads)
-        self.tokens, self.layer = tokens, layer
+        self.tokens, self.layer, self.normalize = tokens, layer, normalize
 
         self.position = place(position, d_model, num_heads, head_dim)
         self.kernel = Exponential() if kernel is None else copy.deepcopy(kernel)
@@ -97,6 +102,11 @@ class KernelAttention(nn.Module):
             self.key = nn.Linear(context_dim, num_kv_heads * head_dim, bias=bias)
         self.value = nn.Linear(context_dim, num_kv_heads * head_dim, bias=bias)
         self.out = nn.Linear(num_heads * head_dim, d_model, bias=bias)
+        self.value_embedding: nn.Embedding | None = None
+        if value_vocab is not None:
+            if value_vocab < 1:
+                raise ValueError(f"value_vocab must be at least 1, but came as {value_vocab}")
+            self.value_embedding = nn.Embedding(value_vocab, num_kv_heads * head_dim)
         if value == "content+position":
             self.position.embed(torch.zeros(1, dtype=torch.long))
         added = self.position.adds or value == "content+position"
@@ -131,24 +141,31 @@ class KernelAttention(nn.Module):
         filter: Filter | None = None,
         cache: Cache | SegmentMemory | None = None,
         token_ids: Tensor | None = None,
+        offset: Tensor | None = None,
     ) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model]; with a context, cross-attention to it.
 
         With a `Cache`, x continues what the cache has seen, and the filter is that of the whole
         sequence. With a `SegmentMemory`, x also sees the states of earlier segments. Token kernels
-        need the ids of the tokens, [B, T]: the context's where there is one, else those of x.
+        and value embeddings need the ids of the tokens, [B, T]: the context's where there is one,
+        else those of x. `offset` [B] says how many places stand before each sequence (padding on
+        the left): its own places count from there. They must be hidden by the filter.
         """
         tokens = self.tokens if self.has_token_kernels else None
-        if tokens is not None:
-            token_ids = self._ids(tokens, x if context is None else context, token_ids)
-        q, k, v, seen = self.parts(x, context, filter=filter, cache=cache)
+        if tokens is not None or self.value_embedding is not None:
+            token_ids = self._ids(x if context is None else context, token_ids)
+            if isinstance(cache, SegmentMemory) and context is None:
+                token_ids = cache.extend_ids(token_ids)
+        q, k, v, seen = self.parts(
+            x, context, filter=filter, cache=cache, token_ids=token_ids, offset=offset
+        )
         dropout_p = self.dropout if self.training else 0.0
         if tokens is None or token_ids is None:
             out = smooth(
                 self.joined_kernel, q, k, v, filter=seen, backend=self.backend, dropout_p=dropout_p
             )
         else:
-            if cache is not None and context is None:
+            if isinstance(cache, Cache) and context is None:
                 token_ids = cache.extend_ids(token_ids)
             taps = tokens(token_ids, self.layer)
             out = vicinity(
@@ -171,10 +188,12 @@ class KernelAttention(nn.Module):
         """Whether keys or values of this layer are convolved, so that it needs token ids."""
         return self.tokens is not None and self.tokens.acts_on(self.layer)
 
-    def _ids(self, tokens: TokenKernels, x: Tensor, token_ids: Tensor | None) -> Tensor:
+    def _ids(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
         if token_ids is None:
-            raise ValueError("this layer has token kernels and needs token_ids [B, T]; none came")
-        tokens.check(token_ids)
+            what = "token kernels" if self.has_token_kernels else "value embeddings"
+            raise ValueError(f"this layer has {what} and needs token_ids [B, T]; none came")
+        if self.tokens is not None and self.has_token_kernels:
+            self.tokens.check(token_ids)
         if x.dim() == 3 and token_ids.shape != x.shape[:2]:
             raise ValueError(
                 f"token_ids must be {list(x.shape[:2])}, as the keys are, "
@@ -214,23 +233,34 @@ class KernelAttention(nn.Module):
         *,
         filter: Filter | None = None,
         cache: Cache | SegmentMemory | None = None,
+        token_ids: Tensor | None = None,
+        offset: Tensor | None = None,
     ) -> tuple[Features, Features, Tensor, Filter]:
-        """The arguments of `smooth`: queries, keys, values and the filter."""
+        """The arguments of `smooth`: queries, keys, values and the filter.
+
+        With a `SegmentMemory`, `token_ids` are those of the memory and of x.
+        """
         self._check(x, context, cache)
         filter = self.filter if filter is None else filter
         check_options(filter, self.backend, self.dropout)
         if context is not None:
-            return (*self._cross(x, context, filter, cache), filter)
+            if offset is not None:
+                raise ValueError("offset is for self-attention, but a context came with it")
+            return (*self._cross(x, context, filter, cache, token_ids), filter)
         if isinstance(cache, SegmentMemory):
+            if offset is not None:
+                raise ValueError("a SegmentMemory takes no offset: segments come without padding")
             before = cache.seen - cache.length
             whole = cache.extend(x)
             places = torch.arange(before, before + whole.shape[1], device=x.device)
             q = self._queries(x, places[whole.shape[1] - x.shape[1] :])
-            return q, *self._keys_and_values(whole, places), filter
+            return q, *self._keys_and_values(whole, places, token_ids), filter
         before = 0 if cache is None else cache.length
         places = torch.arange(before, before + x.shape[1], device=x.device)
+        if offset is not None:
+            places = (places - offset[:, None]).clamp(min=0)  # [B, T]
         q = self._queries(x, places)
-        k, v = self._keys_and_values(x, places)
+        k, v = self._keys_and_values(x, places, token_ids)
         if cache is not None:
             cache.append(k, v)
             k, v = cache.keys, cache.values
@@ -238,7 +268,12 @@ class KernelAttention(nn.Module):
         return q, k, v, filter
 
     def _cross(
-        self, x: Tensor, context: Tensor, filter: Filter, cache: Cache | SegmentMemory | None
+        self,
+        x: Tensor,
+        context: Tensor,
+        filter: Filter,
+        cache: Cache | SegmentMemory | None,
+        token_ids: Tensor | None,
     ) -> tuple[Features, Features, Tensor]:
         if isinstance(cache, SegmentMemory):
             raise ValueError("a SegmentMemory is for self-attention; the context has its own")
@@ -248,7 +283,7 @@ class KernelAttention(nn.Module):
         q = self._queries(x, torch.arange(before, before + x.shape[1], device=x.device))
         if cache is None or cache.length == 0:
             places = torch.arange(context.shape[1], device=x.device)
-            k, v = self._keys_and_values(context, places)
+            k, v = self._keys_and_values(context, places, token_ids)
             if cache is not None:
                 cache.hold(k, v)
         else:
@@ -272,15 +307,26 @@ class KernelAttention(nn.Module):
 
     def _queries(self, x: Tensor, places: Tensor) -> Features:
         q = self._heads(self.query(self.position.add(x, places)), self.num_heads)
-        return Features(**self.position.query_parts(q, places))
+        return self._features(self.position.query_parts(q, places))
 
-    def _keys_and_values(self, x: Tensor, places: Tensor) -> tuple[Features, Tensor]:
+    def _keys_and_values(
+        self, x: Tensor, places: Tensor, token_ids: Tensor | None
+    ) -> tuple[Features, Tensor]:
         summed = self.position.add(x, places)
         k = self._heads((self.key or self.query)(summed), self.num_kv_heads)
         if self.value_function == "content+position":
             x = x + self.position.embed(places).to(x.dtype)
-        v = self._heads(self.value(x), self.num_kv_heads)
-        return Features(**self.position.key_parts(k, places)), v
+        v = self.value(x)
+        if self.value_embedding is not None and token_ids is not None:
+            v = v + self.value_embedding(token_ids).to(v.dtype)
+        v = self._heads(v, self.num_kv_heads)
+        return self._features(self.position.key_parts(k, places)), v
+
+    def _features(self, parts: dict[str, Tensor]) -> Features:
+        if self.normalize:
+            content = parts["content"]
+            parts = parts | {"content": F.rms_norm(content, content.shape[-1:])}
+        return Features(**parts)
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)  # [B, H, T, D]

@@ -4,6 +4,8 @@ A position is a template without sizes; an attention module copies it and calls 
 one can be given to many layers. It acts in up to four ways: on what the projections read (`add`),
 on the features of queries and keys (`query_parts`, `key_parts`), as a factor of the kernel
 (`kernel`), and as the embedding t of the value function (f + t) W_v (`embed`).
+
+Places are [T], the same for all sequences, or [B, T] where each has its own start.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class Sinusoid(nn.Module):
     def forward(self, places: Tensor) -> Tensor:
         if self.dim % 2:
             raise ValueError(f"a sinusoid needs an even width, but came with {self.dim}")
-        angle = places[:, None] * frequencies(self.dim, self.base, places.device)
-        return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)  # [T, dim]
+        angle = places[..., None] * frequencies(self.dim, self.base, places.device)
+        return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)  # [T or B, T, dim]
 
 
 class Learned(nn.Module):
@@ -51,10 +53,10 @@ class Learned(nn.Module):
         self.weight = nn.Parameter(torch.randn(self.max_length, dim) * 0.02)
 
     def forward(self, places: Tensor) -> Tensor:
-        if places.numel() and not torch.compiler.is_compiling() and places[-1] >= self.max_length:
+        last = _last(places)
+        if last is not None and last >= self.max_length:
             raise ValueError(
-                f"Learned has {self.max_length} places, but place {int(places[-1])} came; "
-                "raise max_length"
+                f"Learned has {self.max_length} places, but place {last} came; raise max_length"
             )
         return self.weight[places]
 
@@ -74,7 +76,7 @@ class Position(nn.Module):
         self.embedding.setup(d_model)
 
     def embed(self, places: Tensor) -> Tensor:
-        """t, [T, d_model]."""
+        """t, [T or B, T, d_model]."""
         return self.embedding(places)
 
     @property
@@ -229,7 +231,8 @@ class Rotary(Position):
         return {"content": self.turn(k, places)}
 
     def turn(self, x: Tensor, places: Tensor) -> Tensor:
-        angle = places[:, None] * frequencies(x.shape[-1], self.base, x.device)  # [T, D / 2]
+        angle = places[..., None] * frequencies(x.shape[-1], self.base, x.device)  # [T, D / 2]
+        angle = angle[:, None] if places.dim() == 2 else angle  # [B, 1, T, D / 2]
         sin, cos = angle.sin().to(x.dtype), angle.cos().to(x.dtype)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
@@ -286,14 +289,13 @@ class Grid2D(Position):
             self.columns = nn.Linear(d_model // 2, num_heads * head_dim, bias=False)
 
     def axes(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The embeddings of row and column, each [T, d_model / 2]."""
+        """The embeddings of row and column, each [T or B, T, d_model / 2]."""
         cell = places - self.prefix
         size = self.height * self.width
-        if cell.numel() and not torch.compiler.is_compiling() and cell[-1] >= size:
-            raise ValueError(
-                f"Grid2D has {self.prefix} + {size} places, but place {int(places[-1])} came"
-            )
-        on = (cell >= 0)[:, None]
+        last = _last(places)
+        if last is not None and last >= self.prefix + size:
+            raise ValueError(f"Grid2D has {self.prefix} + {size} places, but place {last} came")
+        on = (cell >= 0)[..., None]
         cell = cell.clamp(min=0)
         row, column = self.axis(cell // self.width), self.axis(cell % self.width)
         return torch.where(on, row, 0.0), torch.where(on, column, 0.0)
@@ -320,9 +322,18 @@ class Grid2D(Position):
 
 
 def _project(t: Tensor, projection: nn.Linear, heads: int, dtype: torch.dtype) -> Tensor:
-    """t W in heads, the same for the whole batch, [1, H, T, D]."""
+    """t W in heads, [B, H, T, D]; B is 1 where the places are the same for the whole batch."""
     t = projection(t.to(projection.weight.dtype)).to(dtype)
-    return t.unflatten(-1, (heads, -1)).transpose(0, 1)[None]
+    t = t.unflatten(-1, (heads, -1)).transpose(-3, -2)
+    return t if t.dim() == 4 else t[None]
+
+
+def _last(places: Tensor) -> int | None:
+    """The largest place; None where it is not known, in a graph or without data."""
+    known = places.numel() and not torch.compiler.is_compiling() and places.device.type != "meta"
+    if not known:
+        return None
+    return int(places[-1] if places.dim() == 1 else places.max())
 
 
 POSITIONS: dict[str, type[Position]] = {

@@ -1,0 +1,152 @@
+"""What the models share: how weights start, how blocks are made, what padding means."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from ..filters import Documents, Filter
+from ..nn import GaussianAttention, KernelAttention, Learned, Sinusoid, TokenKernels
+from .block import Block, is_known, leading_zeros
+from .config import KernelConfig
+from .parts import Parts, Place, build, most_places, restart
+
+
+class KernelModel(PreTrainedModel):
+    """A transformer whose attention is any kernel smoother."""
+
+    config_class = KernelConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "memory"]  # noqa: RUF012
+    # Attention is the library's own; these say that nothing of transformers' must be set up.
+    _supports_sdpa = True
+    _supports_flex_attn = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            fan_in = module.weight[0].numel()
+            scale = fan_in**-0.5 if std is None else std
+            init.normal_(module.weight, std=scale * getattr(module, "start_scale", 1.0))
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            if module.weight is not None:
+                init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)  # type: ignore[arg-type]
+        elif isinstance(module, KernelAttention | GaussianAttention):
+            restart(module)
+        elif isinstance(module, TokenKernels):
+            if not getattr(module.weight, "_is_hf_initialized", False):
+                module.reset_parameters()
+        elif isinstance(module, Learned) and module in self.children():
+            init.normal_(module.weight, std=0.02)
+
+    def make_block(
+        self, parts: Parts, place: Place, *, cross: KernelAttention | None = None
+    ) -> Block:
+        """One block, with the options of the config."""
+        config = self.config
+        block = Block(
+            build(parts, place),
+            d_ff=config.d_ff,
+            norm=config.norm,
+            activation=config.activation,
+            bias=config.bias,
+            dropout=config.dropout,
+            activation_dropout=config.activation_dropout,
+            pre_norm=config.pre_norm,
+            cross=cross,
+        )
+        scales = {"scaled": (2 * config.num_layers) ** -0.5, "zero": 0.0, "plain": 1.0}
+        for linear in block.residual:
+            linear.start_scale = scales[config.residual_start]  # type: ignore[assignment]
+        return block
+
+    def shape(self, **more: Any) -> dict[str, Any]:
+        """Arguments of KernelAttention that are the same in all layers."""
+        config = self.config
+        shared = {"bias": config.bias, "normalize": config.normalize}
+        if config.num_kv_heads is not None:
+            shared["num_kv_heads"] = config.num_kv_heads
+        return shared | more
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError where learned positions or a grid have fewer places."""
+        if self.most_places is not None and length > self.most_places:
+            raise ValueError(
+                f"this model's positions know {self.most_places} places, but {length} came; "
+                "raise context_length, or take a system without learned positions"
+            )
+
+    @property
+    def most_places(self) -> int | None:
+        """The longest sequence the positions allow, None for any."""
+        if not hasattr(self, "_most_places"):
+            self._most_places = most_places(self)
+        return self._most_places
+
+
+def make_input_position(kind: str | None, d_model: int, length: int) -> Learned | Sinusoid | None:
+    """What is added to the embeddings, once."""
+    if kind is None:
+        return None
+    position = Learned(length) if kind == "learned" else Sinusoid()
+    position.setup(d_model)
+    return position
+
+
+def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
+    """Raise ValueError for ids that are no tokens of this vocabulary."""
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"{name} must be whole numbers [B, T], but came as {ids.dtype} {list(ids.shape)}"
+        )
+    # A look at the data would stall an accelerator.
+    if is_known(ids) and ids.is_cpu and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{name} must be from 0 to {vocab_size - 1}, but reach from {low} to {high}: "
+                "does the tokenizer belong to this model?"
+            )
+
+
+def read_mask(
+    mask: Tensor | None, batch: int, length: int, *, causal: bool
+) -> tuple[Filter | None, Tensor | None]:
+    """From attention_mask [B, K], 1 = a token: the filter it needs, and the padding on the left."""
+    if mask is None:
+        return None, None
+    if mask.dim() != 2 or mask.shape != (batch, length):
+        raise ValueError(
+            f"attention_mask must be {[batch, length]}, 1 for tokens and 0 for padding, "
+            f"but came as {list(mask.shape)}"
+        )
+    mask = mask != 0
+    if is_known(mask):
+        if bool(mask.all()):
+            return None, None
+        # Under a causal filter nothing sees padding that comes after it.
+        if causal and bool((mask[:, 1:] <= mask[:, :-1]).all()):
+            return None, None
+    offset: Tensor | None = leading_zeros(mask)
+    if is_known(mask) and not bool(mask[:, 0].logical_not().any()):
+        offset = None
+    return Documents(mask.long()), offset
+
+
+def scale_of(config: Any) -> float:
+    """What embeddings are multiplied by."""
+    return math.sqrt(config.d_model) if config.embedding_scale else 1.0

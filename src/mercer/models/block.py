@@ -1,0 +1,150 @@
+"""A block of a transformer: attention, a feed-forward net, their norms and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..filters import Filter
+from ..nn import Cache, KernelAttention, SegmentMemory
+from ..systems import Attention
+
+Norm = Literal["layer", "rms", "rms-plain"]
+Activation = Literal["relu", "gelu", "relu2", "silu"]
+NORMS = ("layer", "rms", "rms-plain")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The tanh form, as in GPT-2."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": gelu,
+    "relu2": squared_relu,
+    "silu": F.silu,
+}
+
+
+def make_norm(kind: Norm, width: int, bias: bool) -> nn.Module:
+    """A layer norm, or a division by the root mean square with weights or without."""
+    if kind == "layer":
+        return nn.LayerNorm(width, bias=bias)
+    return nn.RMSNorm(width, eps=1e-6, elementwise_affine=kind == "rms")
+
+
+class FeedForward(nn.Module):
+    """W_2 f(W_1 x)."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, activation: Activation, bias: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+        self.activation = ACTIVATIONS[activation]
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(self.activation(self.up(x))))
+
+
+class Block(GradientCheckpointingLayer):
+    """x + attention(norm x), then x + cross-attention(norm x) to a context, then x + net(norm x).
+
+    With `pre_norm=False` the norm comes after each sum instead.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        *,
+        d_ff: int,
+        norm: Norm,
+        activation: Activation,
+        bias: bool,
+        dropout: float,
+        activation_dropout: float = 0.0,
+        pre_norm: bool = True,
+        cross: KernelAttention | None = None,
+    ) -> None:
+        super().__init__()
+        d_model = attention.d_model
+        self.pre_norm = pre_norm
+        self.attention, self.cross = attention, cross
+        self.attention_norm = make_norm(norm, d_model, bias)
+        self.cross_norm = make_norm(norm, d_model, bias) if cross is not None else None
+        self.feed_forward = FeedForward(d_model, d_ff, activation, bias, activation_dropout)
+        self.feed_forward_norm = make_norm(norm, d_model, bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        filter: Filter | None = None,
+        cache: Cache | SegmentMemory | None = None,
+        token_ids: Tensor | None = None,
+        offset: Tensor | None = None,
+        context: Tensor | None = None,
+        context_filter: Filter | None = None,
+        context_cache: Cache | None = None,
+    ) -> Tensor:
+        """[B, T, d_model] -> the same."""
+        own: dict[str, Any] = {"filter": filter, "cache": cache}
+        if isinstance(self.attention, KernelAttention):
+            own |= {"token_ids": token_ids, "offset": offset}
+        x = self._sum(x, self.attention_norm, lambda y: self.attention(y, **own))
+        if self.cross is not None:
+            assert context is not None and self.cross_norm is not None
+            cross, seen = self.cross, context_filter
+            x = self._sum(
+                x, self.cross_norm, lambda y: cross(y, context, filter=seen, cache=context_cache)
+            )
+        return self._sum(x, self.feed_forward_norm, self.feed_forward)
+
+    def _sum(self, x: Tensor, norm: nn.Module, inner: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.pre_norm:
+            return x + self.dropout(inner(norm(x)))
+        return norm(x + self.dropout(inner(x)))
+
+    @property
+    def residual(self) -> list[nn.Linear]:
+        """The last projections before each sum."""
+        last = [self.attention.out, self.feed_forward.down]
+        return last if self.cross is None else [*last, self.cross.out]
+
+
+def check_block(norm: object, activation: object) -> None:
+    """Raise ValueError for a name that there is not."""
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, but came as {norm!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be one of {', '.join(ACTIVATIONS)}, but came as {activation!r}"
+        )
+
+
+def norm_of(x: Tensor) -> Tensor:
+    """x divided by its root mean square."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def leading_zeros(mask: Tensor) -> Tensor:
+    """How many places of padding stand before each sequence, [B]."""
+    return (mask.cumsum(1) == 0).sum(1)
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether the data may be looked at: not in a graph, and not without data."""
+    return not torch.compiler.is_compiling() and x.device.type != "meta"

@@ -1,0 +1,34 @@
+"""Which parameters learn at which rate."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..kernels import AdaptiveRBF, ALiBi
+from ..kernels.distance import Distance
+from ..nn import GaussianAttention, TokenKernels
+
+GROUPS = ("bandwidth", "token_kernels", "rest")
+
+
+def groups(model: nn.Module) -> dict[str, list[str]]:
+    """The names of a model's parameters: "bandwidth", "token_kernels" and "rest".
+
+    Bandwidths are the scales of kernels: log_bandwidth, what steers it, and learned slopes.
+    """
+    group: dict[int, str] = {}
+    for module in model.modules():
+        if isinstance(module, TokenKernels):
+            group[id(module.weight)] = "token_kernels"
+        elif isinstance(module, Distance | GaussianAttention):
+            group[id(module.log_bandwidth)] = "bandwidth"
+            if isinstance(module, AdaptiveRBF):
+                group[id(module.weight)] = "bandwidth"
+            if isinstance(module, GaussianAttention) and module.adaptive:
+                group[id(module.steering)] = "bandwidth"
+        elif isinstance(module, ALiBi):
+            group[id(module.slopes)] = "bandwidth"
+    named: dict[str, list[str]] = {name: [] for name in GROUPS}
+    for name, parameter in model.named_parameters():
+        named[group.get(id(parameter), "rest")].append(name)
+    return named

@@ -1,0 +1,346 @@
+"""The attention of a layer, from the words of a config.
+
+What this must meet: any system or any four parts, in a decoder (always causal), an encoder (sees all
+unless a filter is asked for) or towards a context; token kernels are one object for a whole model;
+a model may be made on the meta device, as transformers does when it loads one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .. import parse, systems
+from ..explain import width
+from ..filters import Causal, Filter, Full
+from ..kernels import Kernel
+from ..nn import (
+    Grid2D,
+    KernelAttention,
+    Learned,
+    NoPosition,
+    Position,
+    ProductKernel,
+    Rotary,
+    TokenKernels,
+)
+from ..systems import Attention
+from ..term import Scored
+
+Role = Literal["decoder", "encoder", "cross"]
+TOKEN_OPTIONS = ("size", "on", "heads", "layers", "temperature", "boundary", "start")
+# Parameters of more numbers are drawn anew rather than kept beside the model.
+KEPT = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a config says of one layer's attention; the four parts are text, None: the system's."""
+
+    system: str | None = None
+    system_options: Mapping[str, Any] = field(default_factory=dict)
+    kernel: str | None = None
+    position: str | None = None
+    value: str | None = None
+    filter: str | None = None
+
+    def check(self) -> Parts:
+        """The same, or a ValueError that says what is wrong."""
+        if self.system is not None:
+            systems.find(self.system)
+        elif self.system_options:
+            raise ValueError(
+                f"system_options are those of a system, but none came: {dict(self.system_options)}"
+            )
+        for name in ("kernel", "position", "filter"):
+            if getattr(self, name) is not None:
+                getattr(parse, name)(getattr(self, name))
+        return self
+
+    @property
+    def tokens(self) -> dict[str, Any] | None:
+        """The options of the token kernels, None where there are none."""
+        if self.system != "leng2026":
+            return None
+        return {n: x for n, x in self.system_options.items() if n in TOKEN_OPTIONS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a layer stands: sizes and what all layers of the model share."""
+
+    d_model: int
+    num_heads: int
+    role: Role
+    layer: int = 0
+    max_length: int = 1024
+    memory: int | None = None
+    window: Filter | None = None
+    tokens: TokenKernels | None = None
+    # The patches of an image and the tokens before them.
+    grid: tuple[int, int, int] | None = None
+    # Whether x comes normalised, as Gaussian attention wants it.
+    normalized: bool = True
+    # Arguments of KernelAttention that are no parts.
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    dropout: float = 0.0
+    backend: str = "auto"
+
+
+def build(parts: Parts, place: Place) -> Attention:
+    """The attention of one layer."""
+    if torch.get_default_device().type != "meta":
+        return _build(parts, place)
+    # Bandwidths and tables are read as they are made, which memory without data does not allow.
+    tokens, rows = place.tokens, place.shape.get("value_vocab")
+    small = replace(
+        place,
+        tokens=_like(tokens),
+        shape={**place.shape, "value_vocab": rows and 1},
+    )
+    with torch.device("cpu"), init.no_init_weights():
+        layer = _build(parts, small)
+    layer = layer.to("meta")
+    if isinstance(layer, KernelAttention):
+        if rows and layer.value_embedding is not None:
+            layer.value_embedding = nn.Embedding(rows, layer.value_embedding.embedding_dim)
+        if layer.tokens is not None and tokens is not None:
+            _lend(layer, tokens)
+    return layer
+
+
+def _build(parts: Parts, place: Place) -> Attention:
+    options = _options(parts)
+    if parts.system == "kundu2026":
+        layer = _gaussian(options, place)
+    else:
+        layer = _kernel_attention(parts, options, place)
+    layer.filter = _filter(layer.filter, parts, place)
+    layer.cost = _try(layer)  # type: ignore[assignment]
+    _remember_start(layer)
+    if isinstance(layer, KernelAttention) and layer.tokens is not None:
+        _lend(layer, layer.tokens)
+    return layer
+
+
+def _options(parts: Parts) -> dict[str, Any]:
+    """The options of the system, with text read."""
+    options = {n: x for n, x in parts.system_options.items() if parts.tokens is None or (
+        n not in TOKEN_OPTIONS)}  # fmt: skip
+    for name in ("kernel", "position", "value", "filter"):
+        if getattr(parts, name) is not None:
+            options[name] = getattr(parts, name)
+    for name in ("kernel", "position", "filter"):
+        if isinstance(options.get(name), str):
+            options[name] = getattr(parse, name)(options[name])
+    return options
+
+
+def _gaussian(options: dict[str, Any], place: Place) -> Attention:
+    if place.role == "cross":
+        raise ValueError("kundu2026 has no cross-attention: its queries are its keys")
+    position = options.pop("position", None)
+    if isinstance(position, Rotary):
+        options["rotary"] = position
+    elif position is not None and not isinstance(position, NoPosition):
+        raise ValueError(
+            f"the position of kundu2026 must be Rotary() or NoPosition(), but came as {position}"
+        )
+    for name in ("kernel", "value"):
+        if name in options:
+            raise ValueError(
+                f"kundu2026 has a {name} of its own: leave it out, or name another system"
+            )
+    if isinstance(options.get("rotary"), int | float) and options["rotary"] is not True:
+        options["rotary"] = Rotary(options["rotary"]) if options["rotary"] else False
+    options = {"normalize": not place.normalized} | options
+    return _call("kundu2026", place, options)
+
+
+def _kernel_attention(parts: Parts, options: dict[str, Any], place: Place) -> Attention:
+    name = parts.system
+    options = {**place.shape, **options}
+    base = name
+    if name == "leng2026":
+        base = options.get("base", "vaswani2017")
+        options.pop("vocab_size", None)
+        options |= {"tokens": place.tokens, "layer": place.layer}
+    if place.role != "cross":
+        options = _fit(base, options, place)
+    kernel, position = options.get("kernel"), options.get("position")
+    if isinstance(kernel, Kernel) and "position" not in options:
+        bare = _position_for(kernel, place)
+        if bare is not None:
+            options["position"] = bare
+            options.setdefault("value", "content")
+    if isinstance(position, NoPosition):
+        # There is nothing to add to the values of a system that adds it.
+        options.setdefault("value", "content")
+    if name is None:
+        return _checked(KernelAttention, "the layer", place, options)
+    layer = _call(name, place, options)
+    if place.role == "cross":
+        _check_cross(layer)
+    return layer
+
+
+def _fit(base: str | None, options: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Sizes of positions that follow from those of the model."""
+    if base == "child2019":
+        return {"max_length": place.max_length} | options
+    if base == "dai2019" and place.memory is not None:
+        return {"memory": place.memory} | options
+    if base == "parmar2018":
+        if place.grid is not None:
+            height, width, prefix = place.grid
+            grid = Grid2D(height, width, prefix=prefix, combine="sum")
+            return {"position": grid} | options
+        width = options.get("width", 32)
+        return {"height": -(-place.max_length // width)} | options
+    return options
+
+
+def _position_for(kernel: Kernel, place: Place) -> Position | None:
+    """A position that gives the parts which the kernel itself reads, and no factor of its own."""
+    parts = kernel.query_parts
+    position: Position
+    if {"height", "width"} & parts:
+        if place.grid is None:
+            raise ValueError("a kernel on 'height' or 'width' needs an image; use on='position'")
+        height, width, prefix = place.grid
+        position = Grid2D(height, width, prefix=prefix)
+    elif "position" in parts:
+        position = ProductKernel()
+    else:
+        return None
+    position.kernel = None
+    return position
+
+
+def _call(name: str, place: Place, options: dict[str, Any]) -> Attention:
+    def builder(d_model: int, num_heads: int, **rest: Any) -> Attention:
+        return systems.build(name, d_model, num_heads, **rest)
+
+    return _checked(builder, name, place, options)
+
+
+def _checked(builder: Any, name: str, place: Place, options: dict[str, Any]) -> Attention:
+    options = {"dropout": place.dropout, "backend": place.backend} | options
+    try:
+        layer: Attention = builder(place.d_model, place.num_heads, **options)
+    except TypeError as error:
+        known = [n for n in inspect.signature(KernelAttention).parameters if n != "self"]
+        unknown = str(error).split("argument")[-1].strip().strip("'")
+        raise ValueError(
+            f"{name} takes no option {unknown!r}; besides its own it takes: {', '.join(known[2:])}"
+        ) from None
+    return layer
+
+
+def _filter(own: Filter, parts: Parts, place: Place) -> Filter:
+    if place.role == "decoder":
+        return join(own, Causal(), place.window)
+    # A system's own filter is that of a decoder; an encoder has another only where asked for.
+    asked = parts.filter is not None or "filter" in parts.system_options
+    return join(own if asked else Full(), place.window)
+
+
+def join(*filters: Filter | None) -> Filter:
+    """What all filters let through, written as simply as it goes."""
+    kept = [f for f in filters if f is not None and not isinstance(f, Full)]
+    if any(f.causal and not isinstance(f, Causal) for f in kept):
+        kept = [f for f in kept if not isinstance(f, Causal)]
+    whole: Filter | None = None
+    for f in kept:
+        if f != whole:
+            whole = f if whole is None else whole & f
+    return Full() if whole is None else whole
+
+
+def _check_cross(layer: Attention) -> None:
+    if layer.joined_kernel.relative:
+        raise ValueError(
+            f"cross-attention cannot count i - j step by step, but came with {layer.joined_kernel}; "
+            "use NoPosition, DirectSum or ProductKernel, and a kernel of the features alone"
+        )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the kernel of a layer lowers to, as counted for each head."""
+
+    # E + V, summed over the terms, for each visible pair
+    pair: int
+    # numbers of the lookup tables, for each query
+    tables: int
+
+
+@torch.no_grad()
+def _try(layer: Attention) -> Cost:
+    """One place through the kernel, so that sizes that do not fit are said now."""
+    weight = layer.out.weight
+    x = torch.zeros(1, 1, layer.d_model, dtype=weight.dtype, device=weight.device)
+    q, k, v, _ = layer.parts(x)
+    terms = layer.joined_kernel.terms(q, k)
+    scored = [bias for term in terms for bias in term.biases if isinstance(bias, Scored)]
+    return Cost(
+        sum(width(term) + v.shape[-1] for term in terms),
+        sum(bias.rows[0].numel() for bias in scored),
+    )
+
+
+def _lend(layer: KernelAttention, tokens: TokenKernels) -> None:
+    """The token kernels belong to the model; a layer uses them without owning them."""
+    layer._modules.pop("tokens", None)
+    object.__setattr__(layer, "tokens", tokens)
+
+
+def _like(tokens: TokenKernels | None) -> TokenKernels | None:
+    if tokens is None:
+        return None
+    return TokenKernels(
+        1, tokens.size, on=tokens.on, heads=tokens.heads, layers=tokens.layers,
+        temperature=tokens.temperature, boundary=tokens.boundary, start=tokens.start,
+    )  # fmt: skip
+
+
+def _remember_start(layer: Attention) -> None:
+    """Where parameters of kernels and positions start, for a model whose memory is filled later."""
+    starts: dict[str, Tensor | float] = {}
+    own = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    linear = {
+        f"{name}.{n}"
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding | TokenKernels)
+        for n, _ in module.named_parameters(recurse=False)
+    }
+    for name, x in own.items():
+        if name not in linear:
+            small = x.numel() <= KEPT
+            starts[name] = x.detach().cpu().clone() if small else float(x.detach().float().std())
+    layer.starts = starts  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def restart(layer: Attention) -> None:
+    """Parameters of kernels and positions back to their start."""
+    starts: dict[str, Tensor | float] = layer.starts  # type: ignore[assignment]
+    own = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    for name, start in starts.items():
+        if isinstance(start, float):
+            init.normal_(own[name], std=start)
+        else:
+            init.copy_(own[name], start.to(own[name].device, own[name].dtype))
+
+
+def most_places(layer: nn.Module) -> int | None:
+    """How many places the layer's positions know, None for any number."""
+    limits = [m.max_length for m in layer.modules() if isinstance(m, Learned)]
+    limits += [m.prefix + m.height * m.width for m in layer.modules() if isinstance(m, Grid2D)]
+    return min(limits, default=None)

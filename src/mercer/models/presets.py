@@ -1,0 +1,123 @@
+"""Configs by name. A preset is a shape; the system, or any other field, can be another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config import KernelLMConfig
+
+LM: dict[str, dict[str, Any]] = {
+    # Transformer-XL on WikiText-103, base: tokens are words, sorted by frequency.
+    "xl-base": {
+        "system": "dai2019",
+        "vocab_size": 267735,
+        "d_model": 410,
+        "num_layers": 16,
+        "num_heads": 10,
+        "d_ff": 2100,
+        "context_length": 150,
+        "memory_length": 150,
+        "pre_norm": False,
+        "activation": "relu",
+        "bias": True,
+        "dropout": 0.1,
+        "activation_dropout": 0.1,
+        "embedding_scale": True,
+        "initializer_range": 0.02,
+    },
+    "gpt2-small": {
+        "system": "vaswani2017",
+        "vocab_size": 50257,
+        "d_model": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "context_length": 1024,
+        "bias": True,
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+        "initializer_range": 0.02,
+    },
+    # nanochat's style: d_model is 64 x depth, and heads have 128 features.
+    "nano": {
+        "vocab_size": 32768,
+        "context_length": 2048,
+        "position": "rotary",
+        "norm": "rms-plain",
+        "activation": "relu2",
+        "normalize": True,
+        "value_embeddings": True,
+        "windows": "SSSL",
+        "embedding_norm": True,
+        "logit_cap": 15.0,
+        "residual_start": "zero",
+        "tie_word_embeddings": False,
+    },
+    # For minutes on a CPU.
+    "tiny": {
+        "system": "vaswani2017",
+        "vocab_size": 1024,
+        "d_model": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "context_length": 256,
+        "memory_length": 64,
+        "embedding_scale": True,
+        "tie_word_embeddings": False,
+    },
+}
+# The cuts of Transformer-XL's vocabulary on WikiText-103.
+XL_CUTOFFS = (20000, 40000, 200000)
+
+
+def lm(
+    name: str = "tiny",
+    *,
+    system: str | None = None,
+    vocab_size: int | None = None,
+    depth: int = 20,
+    adaptive: bool = False,
+    **overrides: Any,
+) -> KernelLMConfig:
+    """The config of a language model: xl-base, gpt2-small, nano (with its depth) or tiny.
+
+    `adaptive=True` gives xl-base the adaptive input and softmax of its paper.
+    """
+    fields = _find(LM, name, "language model")
+    if name == "nano":
+        fields |= _nano(depth)
+        if system is not None:
+            # The position is the system's; rotation and value embeddings are not for all.
+            fields.pop("position")
+        if system == "kundu2026":
+            fields |= {"normalize": False, "value_embeddings": False}
+    elif depth != 20:
+        raise ValueError(f"depth is a knob of nano, but came with {name!r}: use num_layers")
+    if adaptive:
+        size = fields["vocab_size"] if vocab_size is None else vocab_size
+        fields["div"] = 1
+        fields["cutoffs"] = [cut for cut in XL_CUTOFFS if cut < size] or [max(size // 4, 1)]
+    return KernelLMConfig(**_with(fields, system, vocab_size, overrides))
+
+
+def _nano(depth: int) -> dict[str, Any]:
+    if not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"depth must be a whole number from 1 up, but came as {depth!r}")
+    d_model = -(-64 * depth // 128) * 128
+    return {"num_layers": depth, "d_model": d_model, "num_heads": d_model // 128}
+
+
+def _find(presets: Mapping[str, dict[str, Any]], name: str, what: str) -> dict[str, Any]:
+    if name not in presets:
+        raise ValueError(f"there is no {what} preset {name!r}; there are: {', '.join(presets)}")
+    return dict(presets[name])
+
+
+def _with(
+    fields: dict[str, Any],
+    system: str | None,
+    vocab_size: int | None,
+    overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    given = {"system": system, "vocab_size": vocab_size}
+    return fields | {n: x for n, x in given.items() if x is not None} | dict(overrides)

@@ -1,0 +1,157 @@
+"""Kernels, positions and filters from text, such as `RBF(2.0) * Exponential(on="position")`.
+
+The grammar is calls of known names with literal arguments, joined by + and * (kernels) or & and |
+(filters). Text is read as a syntax tree and never evaluated: what is not in the grammar is refused
+by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from . import kernels, nn
+from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
+from .kernels import Kernel
+from .nn.positions import POSITIONS, Position
+
+T = TypeVar("T")
+Names = Mapping[str, Callable[..., Any]]
+
+# Lookup and Buckets are made of tensors; as a position, `LookupTable` makes its own.
+KERNELS: Names = {
+    name: getattr(kernels, name)
+    for name in (
+        "Exponential", "RBF", "AdaptiveRBF", "Polynomial", "Linear", "Laplace",
+        "RationalQuadratic", "Matern", "Cosine", "ALiBi",
+    )
+}  # fmt: skip
+EMBEDDINGS: Names = {"Sinusoid": nn.Sinusoid, "Learned": nn.Learned}
+POSITION_NAMES: Names = {
+    name: getattr(nn, name)
+    for name in (
+        "NoPosition", "DirectSum", "LookupTable", "RelativeSinusoid", "ProductKernel", "Rotary",
+        "ALiBi", "Grid2D",
+    )
+}  # fmt: skip
+FILTERS: Names = {
+    "Full": Full,
+    "Causal": Causal,
+    "Window": Window,
+    "Memory": Memory,
+    "Strided": Strided,
+    "Fixed": Fixed,
+}
+LONGEST = 2000
+OPERATORS: Mapping[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Mult: ("*", operator.mul),
+    ast.BitAnd: ("&", operator.and_),
+    ast.BitOr: ("|", operator.or_),
+}
+
+
+def kernel(text: str) -> Kernel:
+    """The kernel of a formula such as `RBF(2.0) * Exponential(on="position") + Polynomial(2)`."""
+    return _read(text, "kernel", Kernel, KERNELS, {}, "+*")
+
+
+def position(text: str) -> Position:
+    """A position such as `rotary` or `DirectSum(Learned(1024))`."""
+    if isinstance(text, str) and text.strip() in POSITIONS:
+        return POSITIONS[text.strip()]()
+    return _read(text, "position", Position, POSITION_NAMES, {**EMBEDDINGS, **KERNELS}, "")
+
+
+def filter(text: str) -> Filter:
+    """A filter such as `Causal() & Window(128, 0)`."""
+    return _read(text, "filter", Filter, FILTERS, {}, "&|")
+
+
+def _read(text: str, what: str, kind: type[T], names: Names, inner: Names, operators: str) -> T:
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(
+            f"{what} must be text such as {_example(what)}, but came as "
+            f"{text!r}"
+        )  # fmt: skip
+    if len(text) > LONGEST:
+        raise ValueError(
+            f"{what} must be at most {LONGEST} characters, but came with {len(text)}"
+        )  # fmt: skip
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ValueError(f"{what} must be a formula, but {text!r} is not one: {reason}") from None
+    return cast(T, _Reader(text.strip(), what, kind, names, inner, operators).build(tree))
+
+
+class _Reader:
+    """From a syntax tree to an object, by the grammar alone."""
+
+    def __init__(
+        self, text: str, what: str, kind: type, names: Names, inner: Names, operators: str
+    ) -> None:
+        self.text, self.what, self.kind = text, what, kind
+        self.names, self.inner, self.operators = names, inner, operators
+
+    def build(self, node: ast.expr) -> Any:
+        """What the tree stands for, joined by the operators of this grammar."""
+        match node:
+            case ast.BinOp(left=left, op=op, right=right):
+                sign, join = OPERATORS.get(type(op), ("", None))
+                if join is None or not sign or sign not in self.operators:
+                    allowed = " and ".join(self.operators) or "no operator"
+                    raise self._wrong(node, f"has an operator that is not allowed; use {allowed}")
+                return join(self.build(left), self.build(right))
+            case ast.Call(func=ast.Name(id=name)):
+                return self._call(node, name, self.names)
+            case ast.Name(id=name) if name in self.names:
+                raise self._wrong(node, f"must be called, as in {name}()")
+            case ast.Name(id=name):
+                raise ValueError(self._unknown(name, self.names))
+            case _:
+                raise self._wrong(node, f"is not a call such as {_example(self.what)}")
+
+    def _call(self, node: ast.Call, name: str, names: Names) -> Any:
+        if name not in names:
+            raise ValueError(self._unknown(name, names))
+        if any(isinstance(a, ast.Starred) for a in node.args) or not all(
+            k.arg for k in node.keywords
+        ):
+            raise self._wrong(node, "must have plain arguments, no * or **")
+        args = [self._argument(a) for a in node.args]
+        named = {str(k.arg): self._argument(k.value) for k in node.keywords}
+        try:
+            return names[name](*args, **named)
+        except (TypeError, RuntimeError) as error:
+            reason = str(error).replace("__init__()", name).removeprefix(f"{name}.")
+            raise self._wrong(node, f"has wrong arguments: {reason}") from None
+
+    def _argument(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if self.inner:
+                return self._call(node, name, {**self.names, **self.inner})
+            case ast.BinOp() if self.inner:
+                # The kernel inside a position has the grammar of kernels.
+                return kernel(ast.unparse(node))
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            raise self._wrong(node, "is not a number, a string, a list or True, False, None") from (
+                None
+            )
+
+    def _unknown(self, name: str, names: Names) -> str:
+        return f"there is no {self.what} {name!r}; there are: {', '.join(names)}"
+
+    def _wrong(self, node: ast.AST, why: str) -> ValueError:
+        part = ast.get_source_segment(self.text, node) or self.text
+        where = "" if part == self.text else f" in {self.text!r}"
+        return ValueError(f"{self.what} {part!r}{where} {why}")
+
+
+def _example(what: str) -> str:
+    return {"kernel": "RBF(2.0)", "position": "Rotary()", "filter": "Causal()"}[what]
