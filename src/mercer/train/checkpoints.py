@@ -1,0 +1,160 @@
+"""Checkpoints that are whole or not there: written aside, signed, then renamed into place.
+
+What this must meet: a process may die between any two lines, and the disk may be full; then the
+checkpoints from before are as they were, and what is half-written is never taken for whole. Nothing
+is unpickled: tensors are safetensors, the rest is JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFull(OSError):
+    """There is no room for a checkpoint; the earlier ones are as they were."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, the last `keep` of them."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._damaged: list[Path] = []
+
+    def save(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """Let `fill` write its files into a folder, and make that the checkpoint of a step."""
+        final = self.folder / f"step-{step:08d}"
+        aside = self.folder / f".writing-{step:08d}-{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            aside.mkdir()
+            fill(aside)
+            _sign(aside)
+            if final.exists():
+                # A damaged one of the same step; os.rename would refuse to replace it.
+                shutil.rmtree(final)
+            os.rename(aside, final)
+            _sync(self.folder)
+        except Exception as error:
+            if (number := _full(error)) is None:
+                raise
+            raise DiskFull(
+                number,
+                f"there is no room for the checkpoint of step {step}; "
+                + (
+                    f"{self.steps()[-1].name} is the last one"
+                    if self.steps()
+                    else "there is none before it"
+                ),
+                str(self.folder),
+            ) from None
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self._prune()
+        return final
+
+    def steps(self) -> list[Path]:
+        """All that carry the name of a checkpoint, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name))
+
+    def latest(self, say: Callable[[str], None]) -> Path | None:
+        """The last one that is whole; each damaged one after it is named. None if there is none."""
+        found = self.steps()
+        for path in reversed(found):
+            problem = examine(path)
+            if problem is None:
+                return path
+            self._damaged.append(path)
+            say(f"checkpoint {path.name} is damaged ({problem}); trying the one before")
+        if found:
+            raise ValueError(
+                f"no checkpoint in {self.folder} is whole: start anew with another --output"
+            )
+        return None
+
+    def sweep(self) -> None:
+        """Remove what a killed process left half-written."""
+        if self.folder.is_dir():
+            for path in self.folder.glob(".writing-*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _prune(self) -> None:
+        for path in self._damaged:
+            # It may have been written anew since.
+            if path.exists() and examine(path) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+        self._damaged = []
+        for path in self.steps()[: -self.keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def examine(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files: dict[str, Any] = manifest["files"]
+        for name, signed in files.items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            size = (path / name).stat().st_size
+            if size != signed["bytes"]:
+                return f"{name} has {size} bytes, not {signed['bytes']}"
+            if _hash(path / name) != signed["sha256"]:
+                return f"the content of {name} is not what was written"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    return None
+
+
+def _sign(folder: Path) -> None:
+    """Write the manifest, and see that everything is on the disk before it is given its name."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        _sync(path)
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": _hash(path)}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        file.write(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _full(error: Exception) -> int | None:
+    """The error number of a full disk, where that is what an error says."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return error.errno
+    # safetensors has an error of its own, which carries the number as text.
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found and int(found[1]) in FULL else None

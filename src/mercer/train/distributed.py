@@ -1,0 +1,143 @@
+"""The processes of a run: who we are, what all agree on, and how a model is spread over them.
+
+Processes come from torchrun or accelerate. Gradients are averaged by DDP, which accelerate wraps
+around the model, or the model itself is spread by FSDP2 (`fully_shard`), on GPUs and on CPUs alike.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class Elsewhere(RuntimeError):
+    """The main process failed, and says why; this one ends with it."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among all of them."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, numbers: Sequence[float | Tensor]) -> Tensor:
+        """Each number summed over all processes; collective."""
+        # float64 does not exist on every accelerator, and counts stay exact below 2^53 elsewhere.
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        total = torch.stack([torch.as_tensor(n, dtype=dtype, device=self.device) for n in numbers])
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def tell(self, work: Callable[[], T]) -> T:
+        """The main process does it, and all have what came of it, its failure too; collective."""
+        if self.size == 1:
+            return work()
+        answer: list[Any] = [None, None]
+        failed: Exception | None = None
+        if self.main:
+            try:
+                answer[0] = work()
+            except Exception as error:
+                failed, answer[1] = error, str(error)
+        dist.broadcast_object_list(answer, src=0)
+        if failed is not None:
+            raise failed
+        if answer[1] is not None:
+            raise Elsewhere(answer[1])
+        found: T = answer[0]
+        return found
+
+    def deal(self, items: int, batch: int) -> Iterator[tuple[list[int], bool]]:
+        """Batches of items for this process, and whether they count.
+
+        All processes get the same number of batches, since a sharded model is run by all or none;
+        those who would have none get the first items again, which do not count.
+        """
+        starts = list(range(0, items, batch))
+        for turn in range(-(-len(starts) // self.size)):
+            number = turn * self.size + self.rank
+            start = starts[number] if number < len(starts) else 0
+            yield list(range(start, min(start + batch, items))), number < len(starts)
+
+
+class Watch:
+    """What all processes agree on after each step: a bad loss, a signal, the time.
+
+    On a GPU the answer is read one step later, so that no step waits for the one before it.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.lag = 0 if team.device.type == "cpu" else 1
+        self._posted: collections.deque[tuple[int, Tensor, Any]] = collections.deque()
+
+    def post(self, step: int, loss: Tensor, norm: Tensor, signal: int, seconds: float) -> None:
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        numbers = torch.tensor([0.0, signal, seconds], device=self.team.device)
+        numbers[0] = bad
+        work = None
+        if self.team.size > 1:
+            work = dist.all_reduce(numbers, dist.ReduceOp.MAX, async_op=True)
+        self._posted.append((step, numbers, work))
+
+    def read(self, *, everything: bool = False) -> Iterator[tuple[int, bool, int, float]]:
+        """Step, whether its loss was bad, a signal, seconds: for what is known by now."""
+        while len(self._posted) > (0 if everything else self.lag):
+            step, numbers, work = self._posted.popleft()
+            if work is not None:
+                work.wait()
+            bad, signal, seconds = numbers.tolist()
+            yield step, bool(bad), int(signal), seconds
+
+
+class Spread(nn.Module):
+    """A sharded model, passed on as it is: Trainer takes it for wrapped already."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def sync(self, now: bool) -> None:
+        """Whether the next backward sums gradients over the processes."""
+        self.module.set_requires_gradient_sync(now)  # type: ignore[operator]
+
+
+def spread(model: nn.Module, team: Team) -> None:
+    """Shard a model in place, each of its layers as one unit, over all processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if team.size == 1 or not dist.is_initialized():
+        raise ValueError(
+            "fsdp needs several processes: torchrun --nproc-per-node 8 -m mercer.cli train …"
+        )
+    mesh = init_device_mesh(team.device.type, (team.size,))
+    # The names of classes that belong together, as every model of transformers gives them.
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    # What layers share with others, such as token kernels, belongs to the model as a whole.
+    own = collections.Counter(id(p) for layer in layers for p in set(layer.parameters()))
+    known = collections.Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    outside = {p for p in model.parameters() if own[id(p)] > 1 or known[id(p)] > 1}
+    for layer in layers:
+        shared = {p for p in layer.parameters() if p in outside}
+        fully_shard(layer, mesh=mesh, ignored_params=shared)
+    fully_shard(model, mesh=mesh)

@@ -1,0 +1,160 @@
+"""What a model is judged by: perplexity and bits per byte, BLEU, accuracy.
+
+Every number is a sum over the validation data, shared out among the processes and added up, so it
+does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from .distributed import Team
+
+Precision = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
+# A stream is cut for a batch only where each part still has this many segments to remember.
+SEGMENTS = 16
+
+
+@contextlib.contextmanager
+def judging(model: nn.Module) -> Iterator[None]:
+    """No dropout, no gradients, and both back afterwards."""
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was)
+
+
+def mean_loss(
+    model: Any,
+    items: Dataset[Any],
+    count: int,
+    *,
+    batch: int,
+    collate: Callable[[list[Any]], dict[str, Any]],
+    targets: Callable[[dict[str, Any]], Any],
+    team: Team,
+    precision: Precision,
+    look: Callable[[Any, dict[str, Any]], Any] | None = None,
+) -> tuple[float, float, float]:
+    """The sum of the losses of the first items, of their targets, and of what `look` counts."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    with judging(model):
+        for numbers, counts in team.deal(count, batch):
+            inputs = to_device(collate([items[n] for n in numbers]), team.device)
+            with precision(team.device):
+                outputs = model(**inputs)
+            if counts:
+                number = float(targets(inputs))
+                found = float(look(outputs, inputs)) if look is not None else 0.0
+                # A batch without targets has no mean.
+                loss = float(outputs.loss) * number if number else 0.0
+                sums += torch.tensor([loss, number, found], dtype=torch.float64)
+    loss, number, found = team.sum(list(sums)).tolist()
+    return loss, number, found
+
+
+def stream_loss(
+    model: Any, ids: Any, *, length: int, streams: int, team: Team, precision: Precision
+) -> tuple[float, float]:
+    """The sum of the losses and of the targets, with a memory that goes from segment to segment.
+
+    The text is cut into streams that are read side by side, each from an empty memory.
+    """
+    places = len(ids) - 1
+    streams = max(1, min(streams, places // (SEGMENTS * length)))
+    share = -(-places // streams)
+    # All processes read as many streams; those beyond the end have nothing that counts.
+    each = -(-streams // team.size)
+    starts = [(team.rank * each + n) * share for n in range(each)]
+    ends = [min(start + share, places) for start in starts]
+    total = torch.zeros((), dtype=torch.float64, device=team.device)
+    number = 0
+    with judging(model):
+        held = getattr(model.config, "memory_length", None)
+        memory = model.new_memory(held or length)
+        for offset in range(0, share, length):
+            text, labels = [], []
+            for start, end in zip(starts, ends, strict=True):
+                place = start + offset
+                row = torch.as_tensor(ids[place : place + length + 1].astype("int64"))
+                row = F.pad(row, (0, length + 1 - len(row)))  # [length + 1]
+                known = max(0, min(end - place, length))
+                text.append(row[:-1])
+                labels.append(F.pad(row[1 : known + 1], (0, length - known), value=-100))
+                number += known
+            target = torch.stack(labels).to(team.device)  # [B, length]
+            with precision(team.device):
+                logits = model(input_ids=torch.stack(text).to(team.device), memory=memory).logits
+            total += F.cross_entropy(
+                logits.float().flatten(0, 1), target.flatten(), reduction="sum"
+            )
+    loss, count = team.sum([total, number]).tolist()
+    return loss, count
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def score_translations(
+    model: Any,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    inputs: Callable[[list[int]], dict[str, Any]],
+    decode: Callable[[Any], list[str]],
+    batch: int,
+    beams: int,
+    team: Team,
+    precision: Precision,
+) -> dict[str, Any]:
+    """BLEU of beam search by sacrebleu, and its signature: without that a BLEU says little."""
+    from sacrebleu.metrics import BLEU
+
+    found: dict[int, str] = {}
+    with judging(model), whole(model, team):
+        for numbers, counts in team.deal(len(pairs), batch):
+            given = to_device(inputs(numbers), team.device)
+            longest = int(given["input_ids"].shape[1] * 1.2) + 10
+            with precision(team.device):
+                out = model.generate(
+                    **given,
+                    num_beams=beams,
+                    do_sample=False,
+                    max_new_tokens=longest,
+                    synced_gpus=team.size > 1 and hasattr(model, "unshard"),
+                )
+            if counts:
+                found |= dict(zip(numbers, decode(out), strict=True))
+    if team.size > 1:
+        gathered: list[Any] = [None] * team.size
+        torch.distributed.all_gather_object(gathered, found)
+        found = {n: text for part in gathered for n, text in part.items()}
+    metric = BLEU()
+    texts = [found[n] for n in range(len(pairs))]
+    score = metric.corpus_score(texts, [[target for _, target in pairs]])
+    return {"bleu": score.score, "signature": str(metric.get_signature())}
+
+
+@contextlib.contextmanager
+def whole(model: Any, team: Team) -> Iterator[None]:
+    """Let `generate` of a sharded model gather its weights as `forward` does."""
+    if hasattr(model, "unshard"):
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(model, "generate")
+    yield
+
+
+def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}

@@ -1,0 +1,104 @@
+"""What a run would be, without running it: parameters, operations, memory, tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..models.count import count
+from .settings import Settings
+from .tasks import TASKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run in numbers; `print` it."""
+
+    settings: Settings
+    source: str
+    counted: Any
+    items: int
+    tokens_per_step: int
+    unit: str
+    processes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one process: weights, gradients, the optimiser's numbers and activations."""
+        settings = self.settings
+        assert settings.batch is not None
+        rows = max(1, settings.batch // (settings.accumulate * self.processes))
+        dtype = getattr(torch, settings.dtype)
+        return int(self.counted.memory_bytes(rows, dtype, "adamw"))
+
+    def __str__(self) -> str:
+        settings = self.settings
+        attention = settings.kernel or settings.system or "with the attention it comes with"
+        rows = [("model", f"{settings.task}, preset {settings.preset}, {attention}")]
+        rows.append(("data", f"{self.source}: {self.items:,} sequences or images to train on"))
+        total = self.counted.total
+        rows.append(("parameters", f"{total:,}"))
+        for part, number in self.counted.parameters.items():
+            if number:
+                rows.append((f"  {part}", f"{number:,} ({number / total:.1%})"))
+        flops = self.counted.flops_per_token
+        rows.append(("FLOPs", f"{scale(flops)} a token, forward and backward"))
+        rows.append(
+            ("memory", f"about {size(self.memory_bytes)} a process, {settings.dtype}, AdamW")
+        )
+        a_step = f"{self.tokens_per_step:,} {self.unit} a step (batch {settings.batch}"
+        parts = f", {settings.accumulate} parts" if settings.accumulate > 1 else ""
+        rows.append(("step", a_step + parts + ")"))
+        if settings.steps is not None:
+            tokens = settings.steps * self.tokens_per_step
+            passes = settings.steps * _known(settings.batch) / max(1, self.items)
+            rows.append(
+                ("steps", f"{settings.steps:,}: {tokens:,} {self.unit}, {passes:.2f} passes")
+            )
+            rows.append(("in all", f"{scale(flops * tokens)} FLOPs"))
+        if settings.time is not None:
+            rows.append(("time", f"{settings.time:g} s of steps"))
+        wide = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{wide}}  {text}" for name, text in rows)
+
+
+def plan(settings: Settings, processes: int = 1) -> Plan:
+    """Read the data and count the model; no weight is made."""
+    settings = settings.resolve()
+    task = TASKS[settings.task](settings)
+    config = task.config()
+    counted = count(config, task.sequence_length(config))
+    return Plan(
+        settings=settings,
+        source=task.source,
+        counted=counted,
+        items=len(task.train),
+        tokens_per_step=_known(settings.batch) * task.sequence_length(config),
+        unit=task.unit,
+        processes=processes,
+    )
+
+
+def scale(number: float) -> str:
+    """12.3 M, 4.5 G."""
+    for letter in ("", "K", "M", "G", "T", "P", "E"):
+        if number < 1000 or letter == "E":
+            return f"{number:.3g} {letter}".rstrip()
+        number /= 1000
+    raise AssertionError
+
+
+def size(number: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            return f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError
+
+
+def _known(number: int | None) -> int:
+    assert number is not None
+    return number

@@ -1,0 +1,261 @@
+"""run(settings) -> Result: train a model as the settings say, and judge it.
+
+What this must meet: many runs in one process leave nothing behind, neither random numbers nor log
+levels nor signal handlers; and a run ends in one of three ways that its result names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from ..models.count import count
+from .checkpoints import Checkpoints
+from .distributed import Team
+from .folder import Folder, read_journal
+from .settings import Settings
+from .state import gather_model, kept_random, seed_all
+from .tasks import TASKS, Task
+from .trainer import ENDLESS, KernelTrainer, Progress
+
+# Trainer, accelerate and torch's generators belong to the process: threads take turns.
+TURNS = threading.RLock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a run ended, and what came of it."""
+
+    # "done", "stopped", or "not converged at step N".
+    status: str
+    steps: int
+    metrics: dict[str, Any]
+    parameters: int
+    flops_per_token: float
+    tokens_per_second: float | None
+    seconds: float
+    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    folder: str | None = None
+    # The signal that stopped it, 0 for none.
+    signal: int = 0
+    environment: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def converged(self) -> bool:
+        return not self.status.startswith("not converged")
+
+
+def run(
+    settings: Settings,
+    on_progress: Callable[[Progress], None] | None = None,
+    *,
+    say: Callable[[str], None] | None = None,
+) -> Result:
+    """Train, evaluate, and write everything to the folder of the run, if it has one.
+
+    Args:
+        on_progress: called in the main process with each log and each evaluation.
+        say: called with a sentence where something is worth knowing, such as a damaged checkpoint.
+    """
+    settings = settings.resolve()
+    with TURNS, quiet(), kept_random():
+        return _run(settings, on_progress, say or (lambda text: None))
+
+
+def _run(
+    settings: Settings,
+    on_progress: Callable[[Progress], None] | None,
+    say: Callable[[str], None],
+) -> Result:
+    arguments = make_arguments(settings)
+    team = Team(arguments.device, arguments.process_index, arguments.world_size)
+    folder = Folder(None if settings.output is None else Path(settings.output), main=team.main)
+    with contextlib.closing(folder):
+        if (ended := team.tell(lambda: folder.open(settings))) is not None:
+            if settings.output is not None and team.main:
+                say(f"the run in {settings.output} has ended before: {ended['status']}")
+            return Result(**ended, history=read_journal(Path(str(settings.output))))
+        about = folder.describe(team.device)
+        seed_all(settings.seed)
+        task = TASKS[settings.task](settings)
+        seed_all(settings.seed)
+        model = task.build()
+        counted = count(model, task.sequence_length(model.config))
+        checkpoint = team.tell(lambda: _find(settings, folder, say))
+        folder.rewind(0 if checkpoint is None else int(Path(checkpoint).name.split("-")[1]))
+        if checkpoint is not None:
+            load_model(model, str(Path(checkpoint) / "model.safetensors"))
+        with signals() as caught, reporting(settings, team) as callbacks:
+            trainer = KernelTrainer(
+                settings=settings,
+                task=task,
+                model=model,
+                arguments=arguments,
+                team=team,
+                folder=folder,
+                on_progress=on_progress if team.main else None,
+                signal=lambda: caught[0],
+                callbacks=callbacks,
+            )
+            begun = time.perf_counter()
+            try:
+                trainer.train(resume_from_checkpoint=checkpoint)
+                status = _status(trainer)
+                metrics = _judge(trainer, task, folder) if status == "done" else trainer.metrics
+            finally:
+                trainer.release()
+        result = Result(
+            status=status,
+            steps=trainer.state.global_step,
+            metrics=metrics,
+            parameters=counted.total,
+            flops_per_token=counted.flops_per_token,
+            tokens_per_second=trainer.tokens_per_second,
+            seconds=time.perf_counter() - begun,
+            history=folder.history,
+            folder=settings.output,
+            signal=trainer.stopped_by if status == "stopped" else 0,
+            environment=about,
+        )
+        if status != "stopped":
+            folder.finish({n: x for n, x in asdict(result).items() if n != "history"})
+        return result
+
+
+def _status(trainer: KernelTrainer) -> str:
+    if trainer.broken_at is not None:
+        return f"not converged at step {trainer.broken_at}"
+    return "stopped" if trainer.stopped_by else "done"
+
+
+def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]:
+    """The last evaluation, and the trained model where there is a folder for it."""
+    trainer.evaluate(final=True)
+    if folder.path is not None:
+        weights = gather_model(trainer.model)
+        path = folder.path / "model"
+        if folder.writes:
+            task.save_model(trainer.model, weights, path)
+            if task.tokenizer is not None:
+                task.tokenizer.save_pretrained(path)
+    return trainer.metrics
+
+
+def _find(settings: Settings, folder: Folder, say: Callable[[str], None]) -> str | None:
+    """The checkpoint to go on from."""
+    if folder.checkpoints is None:
+        return None
+    checkpoints = Checkpoints(folder.checkpoints, settings.keep)
+    checkpoints.sweep()
+    found = checkpoints.latest(say) if settings.resume else None
+    if found is not None:
+        say(f"going on from {found.name}")
+    elif settings.resume:
+        say(f"there is no checkpoint in {settings.output} yet: starting from the first step")
+    return None if found is None else str(found)
+
+
+def make_arguments(settings: Settings) -> TrainingArguments:
+    """What Trainer needs to know. Logs, evaluations and checkpoints are decided by ours."""
+    assert settings.learning_rate is not None
+    arguments = TrainingArguments(
+        output_dir=settings.output or "unused",
+        max_steps=settings.steps or ENDLESS,
+        gradient_accumulation_steps=settings.accumulate,
+        learning_rate=settings.learning_rate,
+        # Infinity clips nothing, and the norm is known all the same.
+        max_grad_norm=math.inf if settings.clip is None else settings.clip,
+        seed=settings.seed,
+        use_cpu=settings.device == "cpu" or not torch.cuda.is_available(),
+        logging_strategy="no",
+        eval_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        # A loss that is not finite ends the run; Trainer would average it away.
+        logging_nan_inf_filter=False,
+        # The order starts at the right step by itself.
+        ignore_data_skip=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+    )
+    # One process, one device; Trainer would split batches over all GPUs it can see.
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Trainer sets the log level of transformers for good; set it back."""
+    level = logging.get_verbosity()
+    bar = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[list[int]]:
+    """Note SIGINT and SIGTERM rather than dying: the step is finished and kept first.
+
+    A second one is not held back. Only the main thread may do this; elsewhere nothing is caught.
+    """
+    caught = [0]
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {}
+
+    def note(number: int, frame: Any) -> None:
+        caught[0] = number
+        signal.signal(number, before[number])
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, note)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def reporting(settings: Settings, team: Team) -> Iterator[list[Any]]:
+    """TensorBoard, if it is wanted: Trainer's own callback, with a writer in the run's folder."""
+    if not (settings.tensorboard and settings.output and team.main):
+        yield []
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "tensorboard is asked for, but not installed: pip install 'mercer[train]'"
+        ) from None
+    from transformers.integrations import TensorBoardCallback
+
+    writer = SummaryWriter(str(Path(settings.output) / "tensorboard"))
+    try:
+        yield [TensorBoardCallback(writer)]
+    finally:
+        writer.close()

@@ -1,0 +1,214 @@
+"""What a run is: task, model, data, budget, optimiser, and where its files go.
+
+What this must meet: everything that decides a result is here, so that a run can be continued by its
+folder alone; what is left open is filled from a recipe once, and written down filled; and a mistake
+is found before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+TASKS = ("lm", "translation", "vision")
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
+MODES = ("blocks", "sliding", "memory")
+
+# May differ when a run goes on: they say how it is watched, kept and spread, not what it computes.
+FREE = (
+    "output", "resume", "log_every", "eval_every", "save_every", "keep", "tensorboard",
+    "accumulate", "workers", "fsdp", "device", "cache",
+)  # fmt: skip
+
+WHOLE = (
+    "steps", "batch", "length", "accumulate", "log_every", "eval_every", "save_every", "keep",
+    "beams", "eval_items",
+)  # fmt: skip
+
+# task, preset -> batch, length, learning rate; the rest of a preset is the model's own.
+RECIPES: dict[tuple[str, str], dict[str, Any]] = {
+    ("lm", "tiny"): {"batch": 16, "length": 128, "learning_rate": 3e-3, "tokenizer": "bpe:1024"},
+    ("lm", "gpt2-small"): {"batch": 64, "length": 1024, "learning_rate": 6e-4},
+    ("lm", "xl-base"): {"batch": 64, "length": 150, "learning_rate": 2.5e-4},
+    ("lm", "nano"): {"batch": 32, "length": 2048, "learning_rate": 1e-3},
+    ("translation", "tiny"): {"batch": 64, "length": 64, "learning_rate": 3e-3},
+    ("translation", "iwslt"): {"batch": 128, "length": 256, "learning_rate": 5e-4},
+    ("vision", "tiny"): {"batch": 64, "learning_rate": 3e-3},
+    ("vision", "cifar"): {"batch": 128, "learning_rate": 1e-3},
+}
+GENERAL = {"batch": 32, "length": 512, "learning_rate": 5e-4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A run, in full. Fields that are None are filled by `resolve` from the preset's recipe."""
+
+    task: str = "lm"
+    # The attention: a system by name (None: the preset's own), and parts of it as text.
+    system: str | None = None
+    system_options: Mapping[str, Any] = field(default_factory=dict)
+    kernel: str | None = None
+    position: str | None = None
+    value: str | None = None
+    filter: str | None = None
+    # The model's shape, and fields of its config that differ from the preset's.
+    preset: str = "tiny"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    # The data.
+    data: str = "embedded"
+    tokenizer: str | None = None
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    cache: str | None = None
+    # The budget: whichever ends first. Time is seconds spent in steps.
+    steps: int | None = None
+    time: float | None = None
+    # A step sees `batch` sequences of `length` tokens, over all processes, in `accumulate` parts.
+    batch: int | None = None
+    length: int | None = None
+    accumulate: int = 1
+    # The optimiser. Bandwidths and token kernels have learning rates of their own.
+    learning_rate: float | None = None
+    bandwidth_rate: float | None = None
+    token_rate: float | None = None
+    warmup: float = 0.05
+    floor: float = 0.1
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float | None = 1.0
+    smoothing: float | None = None
+    seed: int = 0
+    dtype: str = "float32"
+    compile: bool = False
+    device: str | None = None
+    fsdp: bool = False
+    workers: int = 0
+    # How often, in steps; None: about a hundred logs and ten evaluations, a checkpoint with each.
+    log_every: int | None = None
+    eval_every: int | None = None
+    save_every: int | None = None
+    keep: int = 2
+    # How a language model is judged, and on how many tokens, pairs or images at most.
+    evaluate_by: str = "blocks"
+    eval_items: int | None = None
+    beams: int = 4
+    # Where the files go; None: nowhere.
+    output: str | None = None
+    resume: bool = False
+    tensorboard: bool = False
+
+    def resolve(self) -> Settings:
+        """The same with nothing left open, or ValueError."""
+        self._check_choice("task", TASKS)
+        self._check_choice("dtype", DTYPES)
+        self._check_choice("evaluate_by", MODES)
+        if self.device is not None:
+            self._check_choice("device", DEVICES)
+        recipe = GENERAL | RECIPES.get((self.task, self.preset), {})
+        rate = self.learning_rate or recipe["learning_rate"]
+        steps = self.steps
+        if steps is None and self.time is None:
+            steps = 300
+        smoothing = 0.1 if self.task == "translation" else 0.0
+        filled: dict[str, Any] = {
+            "steps": steps,
+            "batch": self.batch or recipe["batch"],
+            "length": self.length or recipe["length"],
+            "tokenizer": self.tokenizer or recipe.get("tokenizer"),
+            "learning_rate": rate,
+            "bandwidth_rate": rate if self.bandwidth_rate is None else self.bandwidth_rate,
+            "token_rate": max(rate, 5e-3) if self.token_rate is None else self.token_rate,
+            "smoothing": smoothing if self.smoothing is None else self.smoothing,
+            "log_every": self.log_every or _every(steps, 100),
+            "eval_every": self.eval_every or _every(steps, 10),
+            "system_options": dict(self.system_options),
+            "overrides": dict(self.overrides),
+            "data_options": dict(self.data_options),
+            "betas": tuple(self.betas),
+        }
+        filled["save_every"] = self.save_every or filled["eval_every"]
+        settings = replace(self, **filled)
+        settings._check_numbers()
+        return settings
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, but came as {value!r}")
+
+    def _check_numbers(self) -> None:
+        for name in WHOLE:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number from 1 on, but came as {value!r}")
+        for name in ("time", "learning_rate", "clip"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be above 0, but came as {value!r}")
+        for name in ("bandwidth_rate", "token_rate", "weight_decay", "warmup"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be at least 0, but came as {value!r}")
+        for name in ("floor", "smoothing", *(["warmup"] if self.steps is None else [])):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, but came as {value!r}")
+        for name, least in (("seed", 0), ("workers", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number from 0 on, but came as {value!r}")
+        assert self.batch is not None
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"batch must be a multiple of accumulate, but came as {self.batch} and "
+                f"{self.accumulate}"
+            )
+        if self.resume and self.output is None:
+            raise ValueError("resume needs the folder of the run: output is not given")
+
+    @property
+    def name(self) -> str:
+        """What is trained, as part of a file's name."""
+        parts = re.findall(r"[A-Za-z0-9]+", self.kernel or self.system or self.preset)
+        return "-".join([self.task, *parts])[:80]
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        """What `as_json` wrote."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            known = {f.name for f in fields(cls)}
+            found = {name: value for name, value in found.items() if name in known}
+            return cls(**(found | {"betas": tuple(found["betas"])}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read as the settings of a run: {error}") from None
+
+    def changes(self, other: Settings) -> dict[str, tuple[Any, Any]]:
+        """What decides a result and is not the same in the other: name -> (here, there)."""
+        here, there = (json.loads(s.as_json()) for s in (self, other))
+        return {
+            name: (here[name], there[name])
+            for name in here
+            if name not in FREE and here[name] != there[name]
+        }
+
+
+def _every(steps: int | None, times: int) -> int:
+    return 50 if steps is None else max(1, steps // times)
+
+
+def read_time(text: str) -> float:
+    """Seconds of "90", "90s", "10m", "1h30m"."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    if found is None or not any(found.groups()):
+        raise ValueError(f"time must be such as 90s, 10m or 1h30m, but came as {text!r}")
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return 3600 * hours + 60 * minutes + seconds

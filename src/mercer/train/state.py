@@ -1,0 +1,124 @@
+"""What a checkpoint holds besides the model: the optimiser, random numbers, and where we were.
+
+The state is gathered from all processes under the names of the parameters, so that it is the same
+for one process, for DDP and for FSDP2, and each loads what another wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def gather_model(model: nn.Module) -> dict[str, Tensor]:
+    """All weights on the CPU, in the main process; collective."""
+    return get_model_state_dict(model, options=WHOLE)
+
+
+def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's numbers as `parameter/number`, on the CPU; collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        # A parameter that had no gradient yet has no numbers, which is a state too.
+        for key, value in optimizer.state.get(parameter, {}).items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
+            found[f"{name}/{key}"] = whole.detach().cpu().contiguous()
+    return found
+
+
+def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter its numbers, or its share of them."""
+    from safetensors.torch import load_file
+
+    parameters = dict(model.named_parameters())
+    for name, value in load_file(folder / "optimizer.safetensors").items():
+        owner, key = name.rsplit("/", 1)
+        parameter = parameters[owner]
+        if value.shape != parameter.shape:
+            # Adam's count of steps: one number, which it keeps on the CPU unless it is fused.
+            fused = optimizer.param_groups[0].get("fused")
+            optimizer.state[parameter][key] = value.to(parameter.device) if fused else value
+        elif isinstance(parameter, DTensor):
+            optimizer.state[parameter][key] = distribute_tensor(
+                value.to(parameter.device), parameter.device_mesh, parameter.placements
+            )
+        else:
+            optimizer.state[parameter][key] = value.to(parameter.device)
+
+
+def gather_random() -> list[dict[str, Any]]:
+    """Where the random numbers of each process are; collective."""
+    own = capture_random()
+    if not dist.is_initialized():
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def capture_random() -> dict[str, Any]:
+    """The states of all generators, as what JSON can hold."""
+    import numpy
+
+    kind, keys, *rest = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "cuda": [bytes(s.tolist()).hex() for s in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_available()
+        else [],
+    }
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    import numpy
+
+    version, inner, gauss = state["python"]
+    random.setstate((version, tuple(inner), gauss))
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_bytes(text) for text in state["cuda"]])
+
+
+@contextlib.contextmanager
+def kept_random() -> Iterator[None]:
+    """Whatever is drawn inside, the random numbers after it are those there would have been."""
+    before = capture_random()
+    try:
+        yield
+    finally:
+        restore_random(before)
+
+
+def seed_all(seed: int, *places: int) -> None:
+    """Start all generators from a seed and where we are: process, step."""
+    import numpy
+
+    state = numpy.random.SeedSequence([seed, *places]).generate_state(1, numpy.uint32)
+    number = int(state[0])
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,292 @@
+"""The three tasks: what is trained on what, with which loss, judged by what.
+
+A task holds the data and knows its model; the trainer knows neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import data, models
+from ..models import presets
+from . import evaluate
+from .distributed import Team
+from .settings import Settings
+
+IGNORE = -100
+
+
+class Task:
+    """Data, model, loss and judgement of a run."""
+
+    # What is counted per second, and where its number lies in a batch.
+    unit = "tokens"
+    train: Any
+    tokenizer: Any = None
+    source: str
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def config(self) -> Any:
+        """The model's config."""
+        raise NotImplementedError
+
+    def sequence_length(self, config: Any) -> int:
+        """Tokens of one item, at most."""
+        assert self.settings.length is not None
+        return self.settings.length
+
+    def build(self) -> Any:
+        """The model, with the weights that the seed gives."""
+        raise NotImplementedError
+
+    def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        return {n: torch.stack([torch.as_tensor(i[n]) for i in items]) for n in items[0]}
+
+    def count_targets(self, inputs: dict[str, Any]) -> Tensor:
+        """How many predictions the mean loss of a batch is a mean of."""
+        return inputs["labels"].ne(IGNORE).sum()
+
+    def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
+        return inputs["input_ids"].numel()
+
+    def loss(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
+        """The mean over the targets."""
+        if not self.settings.smoothing:
+            loss: Tensor = outputs.loss
+            return loss
+        logits, labels = outputs.logits, inputs["labels"]
+        return F.cross_entropy(
+            logits.float().flatten(0, -2),
+            labels.flatten(),
+            ignore_index=IGNORE,
+            label_smoothing=self.settings.smoothing,
+        )
+
+    def groups(self, model: Any) -> dict[str, list[str]]:
+        """Names of parameters by the learning rate they take."""
+        return models.groups(model)
+
+    def precision(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if self.settings.dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, torch.bfloat16)
+
+    def parts(self) -> dict[str, Any]:
+        """The attention as the models' configs spell it."""
+        settings = self.settings
+        names = ("system", "system_options", "kernel", "position", "value", "filter")
+        given = {name: getattr(settings, name) for name in names}
+        return {name: part for name, part in given.items() if part} | dict(settings.overrides)
+
+    def save_model(self, model: Any, weights: dict[str, Tensor], path: Path) -> None:
+        """Files for `from_pretrained`; `weights` are whole, wherever the model's own are."""
+        model.save_pretrained(path, state_dict=weights)
+
+    def _limit(self, items: int) -> int:
+        most = self.settings.eval_items
+        return items if most is None else max(1, min(items, most))
+
+
+class LanguageModel(Task):
+    """Predict the next token."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.text = data.text(
+            settings.data,
+            tokenizer=settings.tokenizer,
+            cache_dir=settings.cache,
+            seed=settings.seed,
+            **settings.data_options,
+        )
+        assert settings.length is not None
+        self.length = settings.length
+        self.tokenizer = self.text.tokenizer
+        self.source = self.text.source
+        self.train = self.text.blocks("train", self.length)
+
+    def config(self) -> Any:
+        parts = {"vocab_size": len(self.tokenizer), **self.parts()}
+        config = presets.lm(self.settings.preset, **parts)
+        if config.context_length < self.length and "context_length" not in parts:
+            config = presets.lm(self.settings.preset, **parts, context_length=self.length)
+        return config
+
+    def build(self) -> Any:
+        return models.KernelLM(self.config())
+
+    def count_targets(self, inputs: dict[str, Any]) -> Tensor:
+        return inputs["labels"][..., 1:].ne(IGNORE).sum()
+
+    def loss(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
+        loss: Tensor = outputs.loss
+        return loss
+
+    def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
+        """Nats a token, perplexity, and bits a byte of the text those tokens stand for."""
+        settings, file = self.settings, self.text.valid
+        assert settings.batch is not None
+        batch = max(1, settings.batch // (settings.accumulate * team.size))
+        tokens = min(len(file), max(settings.eval_items or len(file), 2))
+        if settings.evaluate_by == "memory":
+            loss, targets = evaluate.stream_loss(
+                model, file.ids[:tokens], length=self.length, streams=batch, team=team,
+                precision=self.precision,
+            )  # fmt: skip
+        else:
+            # Windows that share one token: each is predicted once, with what its window has.
+            stride = self.length - 1 if settings.evaluate_by == "blocks" else self.length // 2
+            windows = self.text.windows("valid", self.length, stride)
+            number = min(len(windows), 1 + max(0, tokens - self.length) // stride)
+            if number < len(windows):
+                tokens = (number - 1) * stride + min(self.length, len(file))
+            loss, targets, _ = evaluate.mean_loss(
+                model, windows, number, batch=batch, collate=self.collate,
+                targets=self.count_targets, team=team, precision=self.precision,
+            )  # fmt: skip
+        return {
+            "eval_loss": loss / targets,
+            "perplexity": evaluate.perplexity(loss / targets),
+            "bits_per_byte": loss / math.log(2) / self._bytes(tokens),
+            "eval_tokens": int(targets),
+        }
+
+    def _bytes(self, tokens: int) -> int:
+        file = self.text.valid
+        if tokens == len(file):
+            return file.num_bytes
+        text = self.tokenizer.decode(file.ids[:tokens].tolist(), skip_special_tokens=True)
+        return max(1, len(text.encode()))
+
+
+class Translation(Task):
+    """Write a sentence in another language."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.pairs = data.pairs(
+            settings.data,
+            tokenizer=settings.tokenizer,
+            cache_dir=settings.cache,
+            **settings.data_options,
+        )
+        self.tokenizer = self.pairs.tokenizer
+        self.source = self.pairs.source
+        self.train = self.pairs.encoded("train", max_length=settings.length)
+        self.valid = self.pairs.encoded("valid")
+
+    def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        return dict(self.pairs.collate(items))
+
+    def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
+        """Those of both sides, without padding."""
+        return inputs["attention_mask"].sum() + self.count_targets(inputs)
+
+    def config(self) -> Any:
+        return presets.translator(
+            self.settings.preset, vocab_size=len(self.tokenizer), **self.parts()
+        )
+
+    def build(self) -> Any:
+        return models.KernelTranslator(self.config())
+
+    def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
+        """Nats a token and perplexity; BLEU too, when the training is over."""
+        settings = self.settings
+        assert settings.batch is not None
+        batch = max(1, settings.batch // (settings.accumulate * team.size))
+        loss, targets, _ = evaluate.mean_loss(
+            model, self.valid, self._limit(len(self.valid)), batch=batch, collate=self.collate,
+            targets=self.count_targets, team=team, precision=self.precision,
+        )  # fmt: skip
+        found: dict[str, Any] = {
+            "eval_loss": loss / targets,
+            "perplexity": evaluate.perplexity(loss / targets),
+        }
+        if final:
+            split = "valid" if self.pairs.test is None else "test"
+            pairs, items = self.pairs.split(split), self.pairs.encoded(split)
+
+            def inputs(numbers: list[int]) -> dict[str, Any]:
+                batch = self.collate([items[n] for n in numbers])
+                return {name: x for name, x in batch.items() if name != "labels"}
+
+            found |= evaluate.score_translations(
+                model, pairs[: self._limit(len(pairs))], inputs=inputs, decode=self._decode,
+                batch=batch, beams=settings.beams, team=team, precision=self.precision,
+            )  # fmt: skip
+        return found
+
+    def _decode(self, ids: Tensor) -> list[str]:
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+
+class Vision(Task):
+    """Say what an image shows."""
+
+    unit = "patches"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        options = {"size": settings.overrides.get("image_size"), **settings.data_options}
+        self.images = data.images(settings.data, cache_dir=settings.cache, **options)
+        self.source = self.images.source
+        self.train = self.images.train
+        self.patches = 1
+
+    def sequence_length(self, config: Any) -> int:
+        return int((config.image_size // config.patch_size) ** 2)
+
+    def config(self) -> Any:
+        images = self.images
+        shape = {
+            "num_labels": images.num_classes,
+            "image_size": images.image_size,
+            "num_channels": images.channels,
+        }
+        return presets.vit(self.settings.preset, **(shape | self.parts()))
+
+    def build(self) -> Any:
+        config = self.config()
+        self.patches = self.sequence_length(config)
+        return models.KernelViT(config)
+
+    def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
+        return inputs["pixel_values"].shape[0] * self.patches
+
+    def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
+        """The mean loss, and the share of images whose first guess is right."""
+        settings, valid = self.settings, self.images.valid
+        assert settings.batch is not None
+
+        def right(outputs: Any, inputs: dict[str, Any]) -> Tensor:
+            hits: Tensor = outputs.logits.argmax(-1).eq(inputs["labels"]).sum()
+            return hits
+
+        loss, targets, hits = evaluate.mean_loss(
+            model, valid, self._limit(len(valid)), collate=self.collate, team=team, look=right,
+            batch=max(1, settings.batch // (settings.accumulate * team.size)),
+            targets=self.count_targets, precision=self.precision,
+        )  # fmt: skip
+        return {"eval_loss": loss / targets, "accuracy": hits / targets}
+
+
+TASKS: dict[str, Callable[[Settings], Task]] = {
+    "lm": LanguageModel,
+    "translation": Translation,
+    "vision": Vision,
+}

@@ -1,0 +1,442 @@
+"""transformers' Trainer with our order of data, learning rates, budget and checkpoints.
+
+What is Trainer's: the loop, accumulation, clipping, DDP through accelerate, callbacks. What is
+ours: which items a step sees, the loss as a mean over all targets of a step on all processes, the
+schedule, when a run ends, and checkpoints that hold everything the next step depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
+
+from .checkpoints import Checkpoints
+from .distributed import Spread, Team, Watch, spread
+from .folder import Folder
+from .order import Order
+from .settings import Settings
+from .state import (
+    gather_model,
+    gather_optimizer,
+    gather_random,
+    kept_random,
+    load_optimizer,
+    read_json,
+    restore_random,
+    seed_all,
+)
+from .tasks import Task
+
+# Trainer counts in steps; a run that ends by time alone has more of them than anyone will see.
+ENDLESS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    step: int
+    # None where time ends the run.
+    steps: int | None
+    loss: float | None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    # The last evaluation, at this step.
+    metrics: dict[str, float] | None = None
+
+
+class Stopwatch:
+    """Seconds of steps alone; evaluations and checkpoints do not count."""
+
+    def __init__(self) -> None:
+        self.before = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.before + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        self.before, self._since = self.seconds, None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        running = self._since is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if running:
+                self.start()
+
+
+class KernelTrainer(Trainer):
+    """Train the model of a task as the settings say."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        task: Task,
+        model: Any,
+        arguments: TrainingArguments,
+        team: Team,
+        folder: Folder,
+        on_progress: Callable[[Progress], None] | None,
+        signal: Callable[[], int],
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        self.settings = settings
+        self.task = task
+        self.team = team
+        self.folder = folder
+        self.on_progress = on_progress
+        self.signal = signal
+        self.watch = Watch(team)
+        self.clock = Stopwatch()
+        self.agreed_seconds = 0.0
+        self.broken_at: int | None = None
+        self.stopped_by = 0
+        self.metrics: dict[str, float] = {}
+        self._tokens = self._tokens_seen = team.sum([0])[0]
+        # Tokens and seconds after the first step: it compiles, plans and allocates.
+        self._mark: tuple[float, float] | None = None
+        self._began = 0.0
+        self._step_loss: Tensor | None = None
+        self._norm: Tensor = torch.zeros(())
+        assert settings.batch is not None
+        self.order = Order(
+            len(task.train),
+            batch=settings.batch,
+            steps=settings.steps or ENDLESS,
+            seed=settings.seed,
+            accumulate=settings.accumulate,
+            rank=team.rank,
+            processes=team.size,
+        )
+        super().__init__(
+            model=model, args=arguments, train_dataset=task.train, data_collator=task.collate,
+            callbacks=[Conductor(self), *callbacks],
+        )  # fmt: skip
+        self.remove_callback(PrinterCallback)
+        # Our loss is a share of the whole step's already: Trainer is not to divide it again.
+        self.model_accepts_loss_kwargs = True
+        self.checkpoints = (
+            None if folder.checkpoints is None else Checkpoints(folder.checkpoints, settings.keep)
+        )
+        if settings.fsdp:
+            spread(model, team)
+        if settings.compile:
+            model.compile(dynamic=False)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        # A generator of its own: the loader draws a seed, and must not draw it from the model's.
+        return DataLoader(
+            self.train_dataset,  # type: ignore[arg-type]
+            batch_sampler=self.order,
+            collate_fn=self.task.collate,
+            num_workers=self.settings.workers,
+            pin_memory=self.team.device.type == "cuda",
+            generator=torch.Generator().manual_seed(self.settings.seed),
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The micro-batches of a step, and how many targets it has on all processes."""
+        batches = [b for _, b in zip(range(num_batches), epoch_iterator, strict=False)]
+        targets = sum(self.task.count_targets(batch) for batch in batches)
+        tokens = sum(self.task.count_tokens(batch) for batch in batches)
+        total = self.team.sum([targets, tokens])
+        self._tokens = total[1]
+        self._step_loss = None
+        return batches, total[0]
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """This micro-batch's share of the mean over all targets of the step."""
+        outputs = model(**inputs)
+        loss = self.task.loss(outputs, inputs)
+        if num_items_in_batch is not None:
+            # DDP and FSDP2 average over processes, so the share is multiplied by their number.
+            share = self.task.count_targets(inputs) * self.team.size / num_items_in_batch
+            loss = loss * share.to(loss.dtype)
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> Any:
+        return self.task.precision(self.team.device)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if isinstance(model, Spread):
+            model.sync(self.accelerator.sync_gradients)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step_loss = loss if self._step_loss is None else self._step_loss + loss
+        return loss
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        return Spread(model) if self.settings.fsdp else model
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        norm = super()._clip_grad_norm(model)
+        self._norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return self._norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW with a rate for bandwidths, one for token kernels, and one for the rest."""
+        if self.optimizer is None:
+            settings = self.settings
+            rates = {
+                "bandwidth": settings.bandwidth_rate,
+                "token_kernels": settings.token_rate,
+                "rest": settings.learning_rate,
+            }
+            named = dict(self.model.named_parameters())
+            groups = []
+            for part, names in self.task.groups(self.model).items():
+                weights = [named[n] for n in names if named[n].requires_grad]
+                for decays in (True, False):
+                    chosen = [w for w in weights if (part == "rest" and w.ndim > 1) == decays]
+                    if chosen:
+                        decay = settings.weight_decay if decays else 0.0
+                        rate = rates[part]
+                        groups.append({"params": chosen, "lr": rate, "weight_decay": decay})
+            fused = self.team.device.type == "cuda" or None
+            self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=fused)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Warm up, then half a cosine down to `floor`, for each rate alike."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, self.factor
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def factor(self, step: int) -> float:
+        """What the rates are multiplied by after so many steps."""
+        settings = self.settings
+        done = 0.0 if settings.time is None else self.agreed_seconds / settings.time
+        if settings.steps is not None:
+            done = max(done, step / settings.steps)
+            warm = settings.warmup if settings.warmup >= 1 else settings.warmup * settings.steps
+            if step + 1 < warm:
+                return (step + 1) / warm
+            start = warm / settings.steps
+        else:
+            start = settings.warmup
+            if done < start:
+                # The first step has taken no time yet; it is not to be one of rate zero.
+                return max(done / start, 0.01)
+        after = min(max((done - start) / max(1 - start, 1e-9), 0.0), 1.0)
+        return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * after))
+
+    def begin(self, state: TrainerState) -> None:
+        """Random numbers of this process, the place in the data, and the clock."""
+        # A run that goes on gets its own numbers back after this.
+        seed_all(self.settings.seed, self.team.rank, state.global_step)
+        self.order.start = state.global_step
+        self.clock.start()
+
+    def after_step(self, state: TrainerState, control: TrainerControl) -> None:
+        """Learn what all processes agree on, and decide what happens at this step."""
+        settings, step = self.settings, state.global_step
+        assert self._step_loss is not None
+        self._tokens_seen = self._tokens_seen + self._tokens
+        self.watch.post(step, self._step_loss, self._norm, self.signal(), self.clock.seconds)
+        if self._mark is None:
+            # Waits for the device, so that the steps after this one are timed from here.
+            self._mark = self._tokens_seen.item(), self.clock.seconds
+        last = settings.steps is not None and step >= settings.steps
+        control.should_log = last or step % _given(settings.log_every) == 0
+        control.should_evaluate = not last and step % _given(settings.eval_every) == 0
+        control.should_save = last or step % _given(settings.save_every) == 0
+        self._learn(everything=last or control.should_save or control.should_evaluate)
+        over = settings.time is not None and self.agreed_seconds >= settings.time
+        if over or self.stopped_by:
+            # The last step is looked at too before it is kept.
+            self._learn(everything=True)
+            control.should_training_stop = control.should_save = control.should_log = True
+            control.should_evaluate = False
+        if self.broken_at is not None:
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = control.should_log = False
+        if self.checkpoints is None:
+            control.should_save = False
+
+    def _learn(self, *, everything: bool) -> None:
+        for step, bad, signal, seconds in self.watch.read(everything=everything):
+            self.agreed_seconds = seconds
+            self.stopped_by = self.stopped_by or signal
+            if bad and self.broken_at is None:
+                self.broken_at = step
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all processes, from the second step on; evaluations do not count."""
+        tokens, seconds = self._mark or (0.0, 0.0)
+        tokens, seconds = self._tokens_seen.item() - tokens, self.clock.seconds - seconds
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Write a line of the journal, and tell who listens."""
+        if "loss" not in logs:
+            # Trainer's own summary at the end.
+            return
+        step, speed = self.state.global_step, self.tokens_per_second
+        numbers = {
+            "loss": logs["loss"],
+            "learning_rate": logs["learning_rate"],
+            "grad_norm": float(logs.get("grad_norm", math.nan)),
+            "tokens": int(self._tokens_seen.item()),
+            "seconds": round(self.clock.seconds, 4),
+        }
+        self._tell(
+            step, numbers | ({} if speed is None else {"tokens_per_second": round(speed, 1)})
+        )
+        if self.on_progress is not None:
+            self.on_progress(
+                Progress(
+                    step,
+                    self.settings.steps,
+                    logs["loss"],
+                    logs["learning_rate"],
+                    speed,
+                    self._seconds_left(),
+                )
+            )
+
+    def _tell(self, step: int, numbers: dict[str, Any]) -> None:
+        self.folder.note({"step": step, **numbers})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
+
+    def _seconds_left(self) -> float | None:
+        step, settings = self.state.global_step, self.settings
+        done = self.clock.seconds
+        left = [] if settings.time is None else [settings.time - done]
+        if settings.steps is not None and step > self.order.start:
+            pace = (done - self._began) / (step - self.order.start)
+            left.append(pace * (settings.steps - step))
+        return max(min(left), 0.0) if left else None
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        *,
+        final: bool = False,
+    ) -> dict[str, float]:
+        """What the task is judged by; the state of the training is left as it was."""
+        with self.clock.paused(), kept_random():
+            self.metrics = self.task.evaluate(self.model, self.team, final=final)
+        self._tell(self.state.global_step, dict(self.metrics))
+        if self.on_progress is not None:
+            step, steps = self.state.global_step, self.settings.steps
+            self.on_progress(Progress(step, steps, None, metrics=self.metrics))
+        prefixed = {f"{metric_key_prefix}_{name}": value for name, value in self.metrics.items()}
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, prefixed
+        )
+        return prefixed
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Everything the next step depends on; collective."""
+        assert self.checkpoints is not None
+        with self.clock.paused():
+            weights = gather_model(self.model)
+            numbers = gather_optimizer(self.model, self.optimizer)
+            state = {
+                "scheduler": {
+                    name: value
+                    for name, value in self.lr_scheduler.state_dict().items()
+                    if name != "lr_lambdas"
+                },
+                "seconds": self.clock.seconds,
+                "tokens": self._tokens_seen.item(),
+            }
+            chance = gather_random()
+
+            def fill(path: Path) -> None:
+                self.task.save_model(self.model, weights, path)
+                save_file(numbers, path / "optimizer.safetensors")
+                (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
+                (path / "random.json").write_text(json.dumps(chance), encoding="utf-8")
+                self.state.save_to_json(str(path / "trainer_state.json"))
+
+            # Where there is no room, all processes learn of it, and end.
+            checkpoints, step = self.checkpoints, self.state.global_step
+            self.team.tell(lambda: str(checkpoints.save(step, fill)))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: the weights were read before the model was spread."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = read_json(Path(checkpoint) / "state.json")
+        load_optimizer(Path(checkpoint), self.model, self.optimizer)
+        self.lr_scheduler.load_state_dict(state["scheduler"] | {"lr_lambdas": [None]})
+        rates = self.lr_scheduler.get_last_lr()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.clock.before = self._began = self.agreed_seconds = state["seconds"]
+        self._tokens_seen = self._tokens_seen + state["tokens"]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        found = read_json(Path(checkpoint) / "random.json")
+        # With another number of processes there is no state to go on with: new numbers, from the
+        # seed, the process and the step.
+        if len(found) == self.team.size:
+            restore_random(found[self.team.rank])
+
+    def release(self) -> None:
+        """Let go of the model, the optimiser and compiled code."""
+        self.accelerator.free_memory()
+        if self.settings.compile:
+            # Past a few models of one class dynamo would run them uncompiled.
+            torch._dynamo.reset()
+
+
+class Conductor(TrainerCallback):
+    """Pass Trainer's events on to our decisions."""
+
+    def __init__(self, trainer: KernelTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.begin(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.after_step(state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.clock.stop()
+
+
+def _given(number: int | None) -> int:
+    assert number is not None
+    return number
