@@ -3,7 +3,7 @@
 What this must meet: a reader never sees half a file, a process that is killed leaves the old file
 or none, two processes may ask for the same array at once, and a file that was cut or changed later
 is noticed and built again. So a writer fills a file beside the target, syncs it, and renames it;
-the header holds the shape and a checksum of everything.
+shape and checksums stand in it too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import numpy as np
 
 FORMAT = 1
 MAGIC = b"mercer array"
-HEADER = 4096
+HEADER = 64
 BLOCK = 1 << 22
 
 log = logging.getLogger("mercer.data")
@@ -62,18 +63,20 @@ class Stored:
 
 
 class Writer:
-    """Appends to an array whose first dimension grows."""
+    """Appends to an array whose first dimension grows; what is noted about it follows the rows."""
 
-    def __init__(self, file: IO[bytes], dtype: str, item: tuple[int, ...]) -> None:
+    def __init__(self, file: IO[bytes], dtype: str) -> None:
         self.file = file
         self.dtype = np.dtype(dtype)
-        self.item = item
+        self.item: tuple[int, ...] | None = None
         self.count = 0
         self.checksum = 0
         self.notes: dict[str, Any] = {}
         file.write(bytes(HEADER))
 
     def append(self, rows: np.ndarray[Any, Any]) -> None:
+        if self.item is None:
+            self.item = rows.shape[1:]
         assert rows.shape[1:] == self.item
         data = np.ascontiguousarray(rows, dtype=self.dtype).tobytes()
         self.file.write(data)
@@ -83,28 +86,23 @@ class Writer:
     def finish(self) -> None:
         said = {
             "dtype": self.dtype.name,
-            "shape": [self.count, *self.item],
+            "shape": [self.count, *(self.item or ())],
             "checksum": self.checksum,
             "notes": self.notes,
         }
         text = json.dumps(said).encode()
-        start = b"%s %d %08x %d\n" % (MAGIC, FORMAT, zlib.crc32(text), len(text))
-        assert len(start) + len(text) <= HEADER
+        self.file.write(text)
         self.file.seek(0)
-        self.file.write(start + text)
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        self.file.write(b"%s %d %08x %d\n" % (MAGIC, FORMAT, zlib.crc32(text), len(text)))
 
 
-def load(
-    path: Path, write: Callable[[Writer], None], *, dtype: str, item: tuple[int, ...] = ()
-) -> Stored:
+def load(path: Path, write: Callable[[Writer], None], *, dtype: str) -> Stored:
     """The array at `path`; `write` makes it when it is missing or damaged."""
     if (found := _find(path)) is not None:
         return found
     with replacing(path) as file:
         if file is not None:
-            writer = Writer(file, dtype, item)
+            writer = Writer(file, dtype)
             write(writer)
             writer.finish()
     return read(path)
@@ -151,19 +149,22 @@ def read(path: Path, *, check: bool = True) -> Stored:
         start = file.readline(HEADER).split()
         if start[:-3] != MAGIC.split() or start[-3] != b"%d" % FORMAT:
             raise ValueError("it is of another format")
-        text = file.read(int(start[-1]))
+        length = int(start[-1])
+        file.seek(max(0, size - length))
+        text = file.read()
         if b"%08x" % zlib.crc32(text) != start[-2]:
-            raise ValueError("its header is damaged")
+            raise ValueError("its end is missing or damaged")
         said = json.loads(text)
         dtype, shape = np.dtype(said["dtype"]), tuple(said["shape"])
-        due = HEADER + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        due = HEADER + dtype.itemsize * math.prod(shape) + length
         if size != due:
             raise ValueError(f"it has {size} bytes, not {due}")
         if check:
             file.seek(HEADER)
-            checksum = 0
-            while block := file.read(BLOCK):
+            checksum, left = 0, due - HEADER - length
+            while left and (block := file.read(min(BLOCK, left))):
                 checksum = zlib.crc32(block, checksum)
+                left -= len(block)
             if checksum != said["checksum"]:
                 raise ValueError("its checksum is wrong")
     if shape[0] == 0:

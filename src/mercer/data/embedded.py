@@ -1,4 +1,4 @@
-"""Data that is here without a download: text, digits, and pairs of a small grammar.
+"""Data that is here without a download: text and digits. (Pairs are drawn by `grammar.py`.)
 
 The text is that of Python's own documentation, as `pydoc_data` has it in every CPython. Much of it
 is there twice (the topic `specialnames` repeats `attribute-access` and others word by word), so a
@@ -11,9 +11,12 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
 
 from .corpus import Block, Corpus, Documents
-from .errors import DataError
+from .errors import DataError, need
 
 SHARED_WORDS = 10
 VALID_SHARE = 0.1
@@ -87,3 +90,15 @@ def _join(texts: list[str]) -> Documents:
         yield Block(text, True, 1.0)
 
     return Documents(read=read, fingerprint=hashlib.sha256(text.encode()).hexdigest())
+
+
+def read_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
+    """Scikit-learn's digits, [N, 8, 8, 1], their classes, and how many of them are for training.
+
+    The last fifth is for validation: others wrote it than most of the rest.
+    """
+    digits = need("sklearn.datasets").load_digits()
+    # their values go from 0 to 16
+    pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)[..., None]
+    labels = digits.target.astype(np.int64)
+    return pixels, labels, len(labels) * 4 // 5

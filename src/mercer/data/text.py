@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from . import cache, tokens
-from .corpus import Corpus, Documents
+from . import cache, encode, hub, tokens
+from .corpus import TEXT, Corpus, Documents, read_text
 from .embedded import read_documentation
-from .errors import DataError
+from .layout import find_files
 
 Progress = Callable[[str, float], None]
 Item = dict[str, Tensor]
@@ -141,6 +141,7 @@ def text(
     source: str | os.PathLike[str] = "embedded",
     *,
     tokenizer: Any = None,
+    column: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
     on_progress: Progress | None = None,
@@ -148,20 +149,23 @@ def text(
     """A corpus as token files.
 
     Args:
-        source: "embedded", a file or a folder, or a name on the hub.
+        source: "embedded" (Python's documentation), a file, a folder, or a name on the hub.
         tokenizer: "bpe:N", "bytes", "gpt2", a path, a name on the hub, or a tokenizer.
+        column: the column of a table or of a dataset on the hub; "text" by default.
         cache_dir: where tokens are kept; the platform's folder for caches by default.
         seed: the order of `batches`; the splits do not depend on it.
         on_progress: called with what is being done and how much of it is, from 0 to 1.
     """
-    corpus = find_corpus(source)
     folder = cache.choose_folder(cache_dir)
-    spec = "bpe:1024" if tokenizer is None else tokenizer
+    corpus = _find_corpus(source, column, folder)
+    train = corpus.splits["train"]
+    spec = ("bpe:1024" if source == "embedded" else "bpe:8192") if tokenizer is None else tokenizer
     chosen = tokens.choose(
         spec,
-        corpus.splits["train"].fingerprint,
-        lambda: (block.text for block in corpus.splits["train"].read()),
+        lambda: train.fingerprint,
+        lambda: (block.text for block in train.read()),
         folder,
+        source=source,
     )
     files = {
         name: _encode(name, documents, chosen, folder, on_progress)
@@ -170,16 +174,24 @@ def text(
     return TextData(**files, tokenizer=chosen, source=corpus.source, seed=seed)
 
 
-def find_corpus(source: str | os.PathLike[str]) -> Corpus:
+def _find_corpus(source: str | os.PathLike[str], column: str | None, folder: Path) -> Corpus:
     if source == "embedded":
         return read_documentation()
-    raise DataError(f"source must be 'embedded', but came as {source!r}")
+    found = find_files(source, "lm", (*TEXT, *hub.TABLES))
+    if found is None:
+        name = hub.find_name(hub.check_source(source), hub.TEXT, None)
+        chosen = column or "".join(name.columns) or "text"
+        return hub.make_corpus(hub.load(name), chosen, str(source), name.lines)
+    if hub.is_table(found):
+        tables = hub.load_files(found, folder)
+        return hub.make_corpus(tables, column or "text", str(found.where), False)
+    return read_text(found)
 
 
 def _encode(
     split: str, documents: Documents, tokenizer: Any, folder: Path, on_progress: Progress | None
 ) -> TokenFile:
-    key = cache.digest("tokens", documents.fingerprint, tokens.identify(tokenizer))
+    key = cache.digest("tokens", documents.fingerprint, encode.identify(tokenizer))
 
     def write(writer: cache.Writer) -> None:
         def report(done: float) -> None:
@@ -187,9 +199,9 @@ def _encode(
                 on_progress(f"tokenising {split}", done)
 
         writer.notes["fingerprint"] = key
-        tokens.encode(documents.read(), tokenizer, writer, report)
+        encode.encode(documents.read(), tokenizer, writer, report)
 
-    stored = cache.load(folder / f"tokens-{key}.arr", write, dtype=tokens.width(tokenizer))
+    stored = cache.load(folder / f"tokens-{key}.arr", write, dtype=encode.width(tokenizer))
     return TokenFile(stored)
 
 

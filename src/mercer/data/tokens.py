@@ -1,112 +1,33 @@
-"""From text to ids: tokenizers, and the encoding of a corpus block by block.
+"""Tokenizers: trained, spelled out in bytes, or loaded.
 
 A tokenizer is named "bpe:N" (a byte-level BPE of N tokens, trained on the train split), "bytes",
-"gpt2", a path to a tokenizer's files, or a name on the hub. What comes back is always a
-`PreTrainedTokenizerFast`, so it can be saved beside a model.
+"gpt2", a path to a tokenizer's files, or a name on the hub. What comes back is always one of
+transformers' fast tokenizers, so it can be saved beside a model.
 """
 
 from __future__ import annotations
 
-import re
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from .cache import Writer, digest, replacing
-from .corpus import Block
-from .errors import need
+from .cache import digest, replacing
+from .encode import cut
+from .errors import DataError, need
+from .files import read_lines
 
 END = "<|endoftext|>"
-PIECE = 1 << 14
-BATCH = 1 << 22
+SPECIALS = {"eos_token": END, "bos_token": END}
 # a BPE of any size has seen enough after this many characters
 SAMPLE = 1 << 27
-
-# GPT-2's pattern never joins white space to a word before it, and the last white space of a run
-# always begins a new word; so before it a text can be cut without changing its tokens
-LINE = re.compile(r"\n(?=\S)")
-WORD = re.compile(r"[ \n\t\r](?=\S)")
-
-
-def cut(text: str, size: int = PIECE) -> tuple[list[str], str]:
-    """Pieces of about `size` characters whose tokens are those of the whole, and what is left."""
-    pieces, start = [], 0
-    while len(text) - start > 2 * size:
-        near, far = start + size, start + 2 * size
-        found = LINE.search(text, near, far) or WORD.search(text, near, far)
-        end = found.start() if found else far
-        pieces.append(text[start:end])
-        start = end
-    return pieces, text[start:]
-
-
-def encode(
-    blocks: Iterable[Block],
-    tokenizer: Any,
-    writer: Writer,
-    on_progress: Callable[[float], None] | None = None,
-) -> None:
-    """Write the ids of the blocks; each document begins with the end-of-text token."""
-    backend = prepare(tokenizer)
-    end = tokenizer.eos_token_id
-    batch: list[str | None] = []
-    left, size, num_bytes = "", 0, 0
-
-    def flush() -> None:
-        texts = [piece for piece in batch if piece is not None]
-        codes = iter(backend.encode_batch_fast(texts, add_special_tokens=False))
-        ids = [[end] if piece is None else next(codes).ids for piece in batch]
-        if ids:
-            writer.append(np.concatenate([np.array(run, dtype=writer.dtype) for run in ids]))
-        batch.clear()
-
-    for block in blocks:
-        if block.first:
-            batch += [left] if left else []
-            batch += [None] if end is not None else []
-            left = ""
-        num_bytes += len(block.text.encode())
-        size += len(block.text)
-        pieces, left = cut(left + block.text)
-        batch += pieces
-        if size >= BATCH:
-            flush()
-            size = 0
-            if on_progress is not None:
-                on_progress(block.done)
-    batch += [left] if left else []
-    flush()
-    writer.notes["num_bytes"] = num_bytes
-    if on_progress is not None:
-        on_progress(1.0)
-
-
-def prepare(tokenizer: Any) -> Any:
-    """A copy of what is inside a tokenizer, which takes special tokens in a text for plain text."""
-    tokenizers = need("tokenizers")
-    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def width(tokenizer: Any) -> str:
-    """The smallest dtype that holds every id."""
-    return "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
-
-
-def identify(tokenizer: Any) -> str:
-    """A name for what a tokenizer does."""
-    return digest(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)
 
 
 def train(texts: Iterable[str], vocab_size: int, specials: dict[str, str] | None = None) -> Any:
     """A byte-level BPE; special tokens come first."""
     tokenizers = need("tokenizers")
-    specials = specials or {"eos_token": END, "bos_token": END}
+    specials = specials or SPECIALS
     names = list(dict.fromkeys(specials.values()))
     smallest = 256 + len(names)
     if vocab_size < smallest:
@@ -127,7 +48,7 @@ def train(texts: Iterable[str], vocab_size: int, specials: dict[str, str] | None
 
 def spell_bytes(specials: dict[str, str] | None = None) -> Any:
     """Ids 0 to 255 are the bytes themselves; special tokens follow."""
-    specials = specials or {"eos_token": END, "bos_token": END}
+    specials = specials or SPECIALS
     vocabulary = {letter: byte for byte, letter in enumerate(_letters())}
     backend = _byte_level(vocabulary, [])
     tokenizers = need("tokenizers")
@@ -147,17 +68,6 @@ def wrap(backend: Any, specials: dict[str, str]) -> Any:
     )
 
 
-def sample(texts: Iterable[str]) -> Iterator[str]:
-    """Pieces of the texts, until there are enough to train on."""
-    seen = 0
-    for text in texts:
-        pieces, left = cut(text)
-        yield from [*pieces, left]
-        seen += len(text)
-        if seen >= SAMPLE:
-            return
-
-
 def _byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
     tokenizers = need("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
@@ -173,24 +83,114 @@ def _letters() -> list[str]:
     return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
-def choose(spec: Any, fingerprint: str, texts: Callable[[], Iterable[str]], folder: Path) -> Any:
-    """The tokenizer that `spec` names; a trained one is kept in `folder`."""
-    if not isinstance(spec, str):
+def choose(
+    spec: Any,
+    fingerprint: Callable[[], str],
+    texts: Callable[[], Iterable[str]],
+    folder: Path,
+    *,
+    source: str | os.PathLike[str] = "",
+    specials: dict[str, str] | None = None,
+) -> Any:
+    """The tokenizer that `spec` names; a trained one is kept in `folder`.
+
+    `texts` and `fingerprint` are what a BPE is trained on, and a name for it.
+    """
+    specials = specials or SPECIALS
+    if not isinstance(spec, str | os.PathLike):
+        if not hasattr(spec, "backend_tokenizer"):
+            raise ValueError(
+                "a tokenizer must be one of transformers' fast tokenizers, or the name of one, "
+                f"but came as {type(spec).__name__}"
+            )
         return spec
     if spec == "bytes":
-        return spell_bytes()
-    if spec.startswith("bpe:"):
-        if not spec[4:].isdecimal():
+        return spell_bytes(specials)
+    if str(spec).startswith("bpe:"):
+        if not str(spec)[4:].isdecimal():
             raise ValueError(f"a BPE is named like 'bpe:1024', but came as {spec!r}")
-        return _train_once(int(spec[4:]), fingerprint, texts, folder)
-    raise ValueError(f"tokenizer must be 'bpe:N' or 'bytes', but came as {spec!r}")
+        return _train_once(int(str(spec)[4:]), fingerprint(), texts, folder, specials)
+    path = Path(spec).expanduser()
+    if spec == "gpt2" and not path.exists():
+        # the layout of a data folder may have GPT-2's files beside the corpora
+        near = Path(source).expanduser()
+        for parent in (near, *near.parents[:2]):
+            if (parent / "tokenizer" / "gpt2" / "merges.txt").is_file():
+                return load(parent / "tokenizer" / "gpt2")
+        return _download("openai-community/gpt2")
+    return load(path) if path.exists() else _download(str(spec))
+
+
+def load(path: Path) -> Any:
+    """A tokenizer from its files: vocab.json and merges.txt, or tokenizer.json."""
+    tokenizers, transformers = need("tokenizers"), need("transformers")
+    file = path if path.is_file() else path / "tokenizer.json"
+    if (path / "tokenizer_config.json").is_file():
+        return transformers.AutoTokenizer.from_pretrained(str(path))
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        return load_gpt2(path / "vocab.json", path / "merges.txt")
+    if not file.is_file():
+        raise DataError(
+            f"{path} holds no tokenizer: neither vocab.json and merges.txt nor {file.name}"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    # tokenizers raises a bare Exception
+    except Exception as error:
+        raise DataError(f"{file} is not a tokenizer ({error})") from error
+    known = backend.get_vocab()
+    usual = {
+        "eos_token": (END, "</s>"),
+        "bos_token": (END, "<s>"),
+        "pad_token": ("<pad>",),
+    }
+    found = {role: next((n for n in names if n in known), None) for role, names in usual.items()}
+    return wrap(backend, {role: name for role, name in found.items() if name is not None})
+
+
+def load_gpt2(vocabulary: Path, merges: Path) -> Any:
+    """GPT-2's byte-level BPE from its two files."""
+    tokenizers = need("tokenizers")
+    try:
+        ids = json.loads(vocabulary.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{vocabulary} is not JSON in UTF-8 ({error})") from error
+    if not isinstance(ids, dict) or not all(isinstance(value, int) for value in ids.values()):
+        raise DataError(f"{vocabulary} must map tokens to ids")
+    pairs: list[tuple[str, str]] = []
+    for number, line in read_lines(merges):
+        if line and not (number == 1 and line.startswith("#version")):
+            first, _, second = line.partition(" ")
+            if not second or not {first, second, first + second} <= ids.keys():
+                raise DataError(f"{merges}, line {number}: no two tokens of {vocabulary.name}")
+            pairs.append((first, second))
+    backend = _byte_level(ids, pairs)
+    specials = SPECIALS if END in ids else {}
+    backend.add_special_tokens([tokenizers.AddedToken(END, special=True)] if specials else [])
+    return wrap(backend, specials)
+
+
+def _download(name: str) -> Any:
+    transformers = need("transformers")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, use_fast=True)
+    # whatever stops a download: no network, no such name, a licence that was not accepted
+    except Exception as error:
+        raise DataError(
+            f"the tokenizer {name!r} is no path here and could not be loaded from the Hugging Face "
+            "hub. Check the name and the network, or give a folder with its files "
+            "(tokenizer.json, or vocab.json and merges.txt), 'bpe:N' or 'bytes'"
+        ) from error
 
 
 def _train_once(
-    vocab_size: int, fingerprint: str, texts: Callable[[], Iterable[str]], folder: Path
+    vocab_size: int,
+    fingerprint: str,
+    texts: Callable[[], Iterable[str]],
+    folder: Path,
+    specials: dict[str, str],
 ) -> Any:
     tokenizers = need("tokenizers")
-    specials = {"eos_token": END, "bos_token": END}
     path = folder / f"bpe-{digest('bpe', vocab_size, fingerprint, specials)}.json"
     try:
         return wrap(tokenizers.Tokenizer.from_file(str(path)), specials)
@@ -201,3 +201,14 @@ def _train_once(
         assert file is not None
         file.write(trained.backend_tokenizer.to_str().encode())
     return trained
+
+
+def sample(texts: Iterable[str]) -> Iterator[str]:
+    """Pieces of the texts, until there are enough to train on."""
+    seen = 0
+    for text in texts:
+        pieces, left = cut(text)
+        yield from [*pieces, left]
+        seen += len(text)
+        if seen >= SAMPLE:
+            return

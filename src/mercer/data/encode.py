@@ -1,0 +1,98 @@
+"""From text to ids, block by block: a corpus larger than memory is a stream here.
+
+The pieces that a text is cut into have the tokens of the whole, for byte-level tokenizers with
+GPT-2's pattern; for others the cuts stand at ends of lines, or between words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from .cache import Writer, digest
+from .corpus import Block
+from .errors import need
+
+PIECE = 1 << 14
+BATCH = 1 << 22
+
+# GPT-2's pattern never joins white space to a word before it, and the last white space of a run
+# always begins a new word; so before it a text can be cut without changing its tokens
+LINE = re.compile(r"\n(?=\S)")
+WORD = re.compile(r"[ \n\t\r](?=\S)")
+
+
+def cut(text: str, size: int = PIECE) -> tuple[list[str], str]:
+    """Pieces of about `size` characters whose tokens are those of the whole, and what is left."""
+    pieces, start = [], 0
+    while len(text) - start > 2 * size:
+        near, far = start + size, start + 2 * size
+        found = LINE.search(text, near, far) or WORD.search(text, near, far)
+        end = found.start() if found else far
+        pieces.append(text[start:end])
+        start = end
+    return pieces, text[start:]
+
+
+def encode(
+    blocks: Iterable[Block],
+    tokenizer: Any,
+    writer: Writer,
+    on_progress: Callable[[float], None] | None = None,
+) -> None:
+    """Write the ids of the blocks; each document begins with the end-of-text token."""
+    backend = prepare(tokenizer)
+    end = tokenizer.eos_token_id
+    batch: list[str | None] = []
+    left, size, num_bytes = "", 0, 0
+
+    def flush() -> None:
+        texts = [piece for piece in batch if piece is not None]
+        codes = iter(backend.encode_batch_fast(texts, add_special_tokens=False))
+        ids = [[end] if piece is None else next(codes).ids for piece in batch]
+        if ids:
+            writer.append(np.concatenate([np.array(run, dtype=writer.dtype) for run in ids]))
+        batch.clear()
+
+    for block in blocks:
+        if block.first:
+            batch += [left] if left else []
+            batch += [None] if end is not None else []
+            left = ""
+        num_bytes += len(block.text.encode())
+        size += len(block.text)
+        pieces, left = cut(left + block.text)
+        batch += pieces
+        if size >= BATCH:
+            flush()
+            size = 0
+            if on_progress is not None:
+                on_progress(block.done)
+    batch += [left] if left else []
+    flush()
+    writer.notes["num_bytes"] = num_bytes
+    if on_progress is not None:
+        on_progress(1.0)
+
+
+def prepare(tokenizer: Any) -> Any:
+    """A copy of what is inside a tokenizer, which takes special tokens in a text for plain text."""
+    tokenizers = need("tokenizers")
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def width(tokenizer: Any) -> str:
+    """The smallest dtype that holds every id."""
+    return "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
+
+
+def identify(tokenizer: Any) -> str:
+    """A name for what a tokenizer does."""
+    return digest(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)

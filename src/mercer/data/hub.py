@@ -1,0 +1,254 @@
+"""Hugging Face `datasets` by name, and tables on disk through the same library.
+
+The usual names are short here: "wikitext-103", "fineweb-edu", "iwslt14", "multi30k", "cifar10",
+"imagenet-1k". Any other is the hub's own, "owner/name" or "owner/name:config", and the columns to
+read are arguments. No code of a dataset is run: those that need their own script are refused by
+`datasets` itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .corpus import Block, Corpus, Documents
+from .errors import DataError, need
+from .files import hash_files
+from .layout import WORDS, Found
+
+TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+ENDINGS = (".txt", ".tsv", ".xz", ".gz", ".zip", ".tar", *TABLES)
+HELD_OUT = 0.05
+MOST_HELD_OUT = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Name:
+    """Where a dataset lies on the hub, and what to read of it."""
+
+    path: str
+    config: str | None = None
+    revision: str | None = None
+    columns: tuple[str, ...] = ()
+    # rows are lines of one long text, not documents of their own
+    lines: bool = False
+
+
+TEXT = {
+    "wikitext-103": Name(
+        path="Salesforce/wikitext", config="wikitext-103-raw-v1", columns=("text",), lines=True
+    ),
+    "wikitext-2": Name(
+        path="Salesforce/wikitext", config="wikitext-2-raw-v1", columns=("text",), lines=True
+    ),
+    "fineweb-edu": Name(path="HuggingFaceFW/fineweb-edu", config="sample-10BT", columns=("text",)),
+}
+PAIRS = {
+    # the hub's own copy as tables: the original needs a script
+    "iwslt14": Name(
+        path="bbaaaa/iwslt14-de-en",
+        revision="refs/convert/parquet",
+        columns=("translation.de", "translation.en"),
+    ),
+    "multi30k": Name(path="bentrevett/multi30k", columns=("de", "en")),
+}
+IMAGES = {
+    "cifar10": Name(path="uoft-cs/cifar10", columns=("img", "label")),
+    "cifar100": Name(path="uoft-cs/cifar100", columns=("img", "fine_label")),
+    "imagenet-1k": Name(path="ILSVRC/imagenet-1k", columns=("image", "label")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One split of a dataset."""
+
+    rows: Any
+    where: str
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, start: int, end: int) -> Table:
+        return Table(
+            rows=self.rows.select(range(start, end)),
+            where=self.where,
+            fingerprint=f"{self.fingerprint} {start} {end}",
+        )
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Raise where a column is missing; `a.b` is the key b of the column a."""
+        for column in columns:
+            features: Any = self.rows.features
+            for part in column.split("."):
+                # older datasets of translations keep their languages aside
+                keys = getattr(features, "languages", None) or features
+                if part not in keys:
+                    has = ", ".join(keys) if hasattr(keys, "__iter__") else "no parts"
+                    raise DataError(f"{self.where} has no column {column!r}; it has {has}")
+                features = features[part] if hasattr(features, "__getitem__") else part
+
+    def find_languages(self) -> tuple[str, ...]:
+        """Both languages of a column `translation`."""
+        column = self.rows.features.get("translation")
+        languages = tuple(getattr(column, "languages", None) or column or ())
+        if len(languages) != 2:
+            has = ", ".join(self.rows.column_names)
+            raise DataError(f"{self.where}: name two of its columns ({has}) by columns=(…, …)")
+        return tuple(f"translation.{language}" for language in languages)
+
+    def read_texts(self, columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """The text of the columns, row by row."""
+        self.check(columns)
+        heads = list(dict.fromkeys(column.partition(".")[0] for column in columns))
+        number = 0
+        for batch in self.rows.select_columns(heads).iter(batch_size=1000):
+            for n in range(len(batch[heads[0]])):
+                number += 1
+                values = tuple(_pick(batch, column, n) for column in columns)
+                for column, value in zip(columns, values, strict=True):
+                    if not isinstance(value, str):
+                        raise DataError(
+                            f"{self.where}, row {number}: column {column!r} must be text, "
+                            f"but is {type(value).__name__}"
+                        )
+                yield values
+
+
+def load(name: Name) -> dict[str, Table]:
+    """The splits of a dataset on the hub."""
+    datasets = need("datasets", "data")
+    options = {"revision": name.revision} if name.revision else {}
+    where = name.path + (f":{name.config}" if name.config else "")
+    try:
+        loaded = datasets.load_dataset(name.path, name.config, **options)
+    # whatever stops a download: no network, no such name, a licence that was not accepted
+    except Exception as error:
+        raise DataError(
+            f"{where} could not be loaded from the Hugging Face hub ({_say(error)}). Check the "
+            "name and the network; for a dataset whose licence must be accepted, 'hf auth login'; "
+            "or download its files and give the folder; 'embedded' needs no download"
+        ) from error
+    tables = {
+        split: Table(rows=rows, where=f"{where}, split {split}", fingerprint=rows._fingerprint)
+        for split, rows in loaded.items()
+    }
+    return _name_splits(tables, where)
+
+
+def load_files(found: Found, cache_dir: Path) -> dict[str, Table]:
+    """The splits of tables on disk: .jsonl, .csv and .parquet."""
+    datasets = need("datasets", "data")
+    tables = {}
+    for split, paths in found.files.items():
+        names = ", ".join(map(str, paths))
+        for path in paths:
+            if path.stat().st_size == 0:
+                raise DataError(f"{path} is empty")
+        try:
+            rows = datasets.load_dataset(
+                TABLES[paths[0].suffix.lower()],
+                data_files=[str(path) for path in paths],
+                split="train",
+                cache_dir=str(cache_dir / "tables"),
+            )
+        except Exception as error:
+            raise DataError(f"{names} could not be read as a table ({_say(error)})") from error
+        tables[split] = Table(rows=rows, where=names, fingerprint=hash_files(paths))
+    if "all" in tables:
+        tables["train"] = tables.pop("all")
+    return _name_splits(tables, str(found.where))
+
+
+def is_table(found: Found) -> bool:
+    """Whether files are tables that `datasets` reads; a mixture is an error."""
+    paths = [path for part in found.files.values() for path in part]
+    kinds = {TABLES.get(path.suffix.lower()) for path in paths}
+    if len(kinds) > 1:
+        raise DataError(f"{found.where} mixes files of several kinds: {', '.join(map(str, paths))}")
+    return kinds != {None}
+
+
+def check_source(source: str | os.PathLike[str]) -> str:
+    """A source that may be a name on the hub; what looks like a path is a file that is missing."""
+    text = os.fspath(source)
+    looks_like_path = text.startswith((".", "~", os.sep)) or len(Path(text).parts) > 2
+    if not isinstance(source, str) or looks_like_path or not text or Path(text).suffix in ENDINGS:
+        raise DataError(
+            f"{text!r} does not exist: neither a file, nor a folder, nor a corpus in one"
+        )
+    return text
+
+
+def find_name(source: str, known: dict[str, Name], columns: tuple[str, ...] | None) -> Name:
+    """What a source means on the hub."""
+    if source in known:
+        return known[source]
+    path, _, config = source.partition(":")
+    return Name(path=path, config=config or None, columns=columns or ())
+
+
+def make_corpus(tables: dict[str, Table], column: str, source: str, lines: bool) -> Corpus:
+    """Rows as documents, or as lines of one."""
+    splits = {}
+    for split, table in hold_out(tables).items():
+        table.check([column])
+        splits[split] = Documents(
+            read=_Rows(table, column, lines), fingerprint=f"{table.fingerprint} {column} {lines}"
+        )
+    return Corpus(source=source, splits=splits)
+
+
+def hold_out(tables: dict[str, Table]) -> dict[str, Table]:
+    """With a valid split: the last 5 % of the train rows, at most 10,000, where there is none."""
+    if "valid" in tables:
+        return tables
+    train = tables["train"]
+    held = max(1, min(int(len(train) * HELD_OUT), MOST_HELD_OUT))
+    if len(train) < 2:
+        raise DataError(f"{train.where} has {len(train)} rows: too few to hold some out")
+    cut = len(train) - held
+    return {**tables, "train": train.part(0, cut), "valid": train.part(cut, len(train))}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Blocks of the rows of a table."""
+
+    table: Table
+    column: str
+    lines: bool
+
+    def __call__(self) -> Iterator[Block]:
+        for n, (text,) in enumerate(self.table.read_texts([self.column])):
+            yield Block(text, n == 0 or not self.lines, (n + 1) / len(self.table))
+
+
+def _name_splits(tables: dict[str, Table], where: str) -> dict[str, Table]:
+    named = {
+        split: tables[word] for split, words in WORDS.items() for word in words if word in tables
+    }
+    if "train" not in named:
+        raise DataError(f"{where} has no train split; it has {', '.join(tables)}")
+    for table in named.values():
+        if len(table) == 0:
+            raise DataError(f"{table.where} is empty")
+    return named
+
+
+def _pick(batch: Any, column: str, n: int) -> Any:
+    head, _, key = column.partition(".")
+    value = batch[head][n]
+    return value[key] if key else value
+
+
+def _say(error: BaseException) -> str:
+    """The last line of the deepest cause, which is where `datasets` says what is wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,207 @@
+"""Images with classes: digits, class folders, archives of them, and the hub.
+
+An archive is read once, into a memory-mapped array. Class folders and datasets of the hub are
+decoded when an item is asked for, so they may be larger than any cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from . import cache, folders, hub
+from .embedded import read_digits
+from .pictures import Fit
+
+Array = np.ndarray[Any, Any]
+AUGMENTS = ("crop", "flip")
+# of ImageNet, for images that are not all here to be measured
+USUAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+class Pixels(Protocol):
+    """Images as uint8 [H, W, C]."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Array: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """Images of one size in two splits, and how their pixels were normalised."""
+
+    train: Images
+    valid: Images
+    num_classes: int
+    class_names: tuple[str, ...]
+    image_size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    source: str
+
+
+class Images(Dataset[dict[str, Any]]):
+    """Item n is {"pixel_values": [C, H, W], "labels": int}: (pixel / 255 - mean) / std.
+
+    Random crops and flips depend on the seed, the epoch and the item alone; whoever trains calls
+    `set_epoch`, as transformers' Trainer does.
+    """
+
+    def __init__(
+        self,
+        pixels: Pixels,
+        labels: Array,
+        mean: Sequence[float],
+        std: Sequence[float],
+        *,
+        augment: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
+        assert len(pixels) == len(labels)
+        self.pixels = pixels
+        self.labels = labels
+        self.mean = torch.tensor(mean)[:, None, None]
+        self.std = torch.tensor(std)[:, None, None]
+        self.augment = tuple(augment)
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        pixels = np.array(self.pixels[index])  # [H, W, C]
+        if self.augment:
+            pixels = self._disturb(pixels, index)
+        values = torch.from_numpy(pixels).permute(2, 0, 1) / 255  # [C, H, W]
+        return {
+            "pixel_values": ((values - self.mean) / self.std).contiguous(),
+            "labels": int(self.labels[index]),
+        }
+
+    def _disturb(self, pixels: Array, index: int) -> Array:
+        random = np.random.default_rng((self.seed, self.epoch, index))
+        if "flip" in self.augment and random.random() < 0.5:
+            pixels = pixels[:, ::-1]
+        if "crop" in self.augment:
+            size = len(pixels)
+            margin = max(1, size // 8)
+            padded = np.pad(pixels, ((margin, margin), (margin, margin), (0, 0)))
+            top, left = random.integers(0, 2 * margin + 1, 2)
+            pixels = padded[top : top + size, left : left + size]
+        return np.ascontiguousarray(pixels)
+
+
+def images(
+    source: str | os.PathLike[str] = "embedded",
+    *,
+    size: int | None = None,
+    channels: int | None = None,
+    augment: Sequence[str] = (),
+    columns: tuple[str, str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    on_progress: folders.Progress | None = None,
+) -> ImageData:
+    """Images with classes.
+
+    Args:
+        source: "embedded" (scikit-learn's digits), a folder of class folders, an archive of them,
+            a folder that has such an archive, or a name on the hub.
+        size: resize the shorter side to it and cut the middle out; by default images must be
+            squares of one size already.
+        channels: 1 or 3; by default as the first image has.
+        augment: any of "crop" and "flip", for the train split.
+        columns: of a dataset on the hub, the image's and the label's.
+        cache_dir: where decoded archives are kept; the platform's folder for caches by default.
+        seed: of the random crops and flips.
+        on_progress: called with what is being done and how much of it is, from 0 to 1.
+    """
+    if unknown := set(augment) - set(AUGMENTS):
+        raise ValueError(f"augment must be of {AUGMENTS}, but came with {sorted(unknown)}")
+    if channels not in (None, 1, 3) or (size is not None and size < 1):
+        raise ValueError(
+            f"channels must be 1 or 3 and size positive, but they came as {channels} and {size}"
+        )
+    fit = Fit(size=size, channels=channels)
+    found = _find_images(source, fit, columns, cache.choose_folder(cache_dir), on_progress)
+    first = found.train[0]
+    image_size, num_channels = first.shape[0], first.shape[2]
+    if found.measured:
+        mean, std = measure(found.train)
+    elif num_channels == 3:
+        mean, std = USUAL
+    else:
+        mean, std = (0.5,), (0.5,)
+    return ImageData(
+        train=Images(found.train, found.train_labels, mean, std, augment=augment, seed=seed),
+        valid=Images(found.valid, found.valid_labels, mean, std),
+        num_classes=len(found.class_names),
+        class_names=tuple(found.class_names),
+        image_size=image_size,
+        channels=num_channels,
+        mean=tuple(mean),
+        std=tuple(std),
+        source=found.source,
+    )
+
+
+def measure(pixels: Pixels) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, over pixels from 0 to 1; exact in integers."""
+    count, total, square = 0, 0, 0
+    for n in range(len(pixels)):
+        image = pixels[n].astype(np.int64)  # [H, W, C]
+        image = image.reshape(-1, image.shape[-1])
+        count += len(image)
+        total = total + image.sum(0)
+        square = square + (image * image).sum(0)
+    mean = total / count
+    std = np.sqrt(np.maximum(square / count - mean**2, 1e-6))
+    return tuple(float(m) / 255 for m in mean), tuple(float(s) / 255 for s in std)
+
+
+def _find_images(
+    source: str | os.PathLike[str],
+    fit: Fit,
+    columns: tuple[str, str] | None,
+    folder: Path,
+    on_progress: folders.Progress | None,
+) -> folders.Labelled:
+    if source == "embedded":
+        pixels, labels, cut = read_digits()
+        found = folders.Labelled(
+            train=pixels[:cut],
+            train_labels=labels[:cut],
+            valid=pixels[cut:],
+            valid_labels=labels[cut:],
+            class_names=[str(n) for n in range(10)],
+            source="embedded: scikit-learn's digits, 8x8",
+            measured=True,
+        )
+        if fit.size in (None, 8) and fit.channels in (None, 1):
+            return found
+        return replace(
+            found, train=folders.Fitted(found.train, fit), valid=folders.Fitted(found.valid, fit)
+        )
+    path = Path(source).expanduser()
+    if path.exists():
+        return folders.read(path, fit, folder, on_progress)
+    name = hub.find_name(hub.check_source(source), hub.IMAGES, columns)
+    chosen = columns or name.columns or ("image", "label")
+    tables = hub.load(name)
+    return folders.read_hub(
+        tables if "test" in tables else hub.hold_out(tables), chosen, fit, str(source)
+    )

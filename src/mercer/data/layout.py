@@ -1,0 +1,109 @@
+"""Which files of a folder are train, valid and test: the names say it.
+
+`tatoeba-train.tsv.xz` is the split `train` of the corpus `tatoeba`. A folder may hold the folders
+`lm`, `translation` and `vision`; then the one that fits is meant. A corpus without a file for valid
+keeps the end of its train split for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import DataError
+from .files import PACKED, is_archive, strip_packing
+
+WORDS = {
+    "train": ("train", "training"),
+    "valid": ("valid", "validation", "val", "dev"),
+    "test": ("test",),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of each split; one list under `all` where no name tells the splits apart."""
+
+    where: Path
+    files: dict[str, list[Path]] = field(default_factory=dict)
+
+
+def read_split(name: str) -> tuple[str, str | None]:
+    """The corpus and the split that a file's name says: `a-train.txt.xz` is of `a`, `train`."""
+    stem = strip_packing(name)
+    for found in re.finditer(r"[A-Za-z]+", stem):
+        for split, words in WORDS.items():
+            if found[0].lower() in words:
+                return stem[: found.start()].strip("-_. "), split
+    return stem.partition(".")[0], None
+
+
+def find_files(
+    source: str | os.PathLike[str], kind: str, suffixes: tuple[str, ...]
+) -> Found | None:
+    """The files at `source`, a file, a folder, or a folder and a corpus in it; None if nothing is.
+
+    `kind` is the name of the folder that this sort of data has, and `suffixes` how its files end.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return Found(path, {"all": [path]})
+    if path.is_dir():
+        return Found(path, _sort(path, None, kind, suffixes))
+    if path.name and path.parent.is_dir() and path.parent != path:
+        files = _sort(path.parent, path.name, kind, suffixes)
+        return Found(path, files) if files else None
+    return None
+
+
+def _sort(
+    folder: Path, corpus: str | None, kind: str, suffixes: tuple[str, ...]
+) -> dict[str, list[Path]]:
+    if (folder / kind).is_dir():
+        folder = folder / kind
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and _fits(path, suffixes))
+    splits: dict[str, dict[str, list[Path]]] = {}
+    for path in paths:
+        name, split = read_split(path.name)
+        splits.setdefault(split or "all", {}).setdefault(name, []).append(path)
+    if corpus is not None:
+        return {split: named[corpus] for split, named in splits.items() if corpus in named}
+    if not paths:
+        endings = ", ".join(suffixes)
+        raise DataError(f"{folder} must hold files that end in {endings} (or packed), but has none")
+    named = splits.get("train", {})
+    if len(named) > 1:
+        raise DataError(
+            f"{folder} holds several corpora ({', '.join(sorted(named))}): name one, "
+            f"as in {folder / min(named)}"
+        )
+    if not named:
+        if set(splits) != {"all"}:
+            raise DataError(
+                f"{folder} has files for {', '.join(sorted(splits))} but none whose name says train"
+            )
+        return {"all": paths}
+    (corpus,) = named
+    found = {"train": named[corpus]}
+    for split in ("valid", "test"):
+        choices = splits.get(split, {})
+        if corpus in choices:
+            found[split] = choices[corpus]
+        elif len(choices) == 1:
+            (found[split],) = choices.values()
+        elif choices:
+            raise DataError(
+                f"{folder} holds several files for {split} ({', '.join(sorted(choices))}) "
+                f"and none of them is of {corpus}"
+            )
+    return found
+
+
+def _fits(path: Path, suffixes: tuple[str, ...]) -> bool:
+    if path.name.lower().startswith((".", "readme", "license")):
+        return False
+    return is_archive(path) or path.name.lower().endswith(
+        tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED))
+    )

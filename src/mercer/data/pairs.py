@@ -1,0 +1,264 @@
+"""Pairs of sentences for translation: texts, and their ids padded into batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from . import cache, encode, hub, tokens
+from .errors import DataError
+from .files import read_lines
+from .grammar import draw_pairs
+from .layout import find_files
+
+SUFFIXES = (".tsv", *hub.TABLES)
+SPECIALS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+EMBEDDED = {"train": 20_000, "valid": 500, "test": 500}
+HELD_OUT = 0.05
+MOST_HELD_OUT = 5_000
+IGNORE = -100
+BATCH = 10_000
+
+Pair = tuple[str, str]
+Item = dict[str, Tensor]
+
+
+class Pairs(Sequence[Pair]):
+    """(source, target) texts."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self.pairs = list(pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+    @overload
+    def __getitem__(self, index: slice) -> Pairs: ...
+    def __getitem__(self, index: int | slice) -> Pair | Pairs:
+        return Pairs(self.pairs[index]) if isinstance(index, slice) else self.pairs[index]
+
+    def swap(self) -> Pairs:
+        return Pairs((target, source) for source, target in self.pairs)
+
+    def fingerprint(self) -> str:
+        total = hashlib.sha256()
+        for pair in self.pairs:
+            total.update("\t".join(pair).encode() + b"\n")
+        return total.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairData:
+    """A parallel corpus with a tokenizer for both sides; `test` is None where there is none."""
+
+    train: Pairs
+    valid: Pairs
+    test: Pairs | None = None
+    tokenizer: Any
+    source: str
+    cache_dir: Path
+
+    def split(self, name: str) -> Pairs:
+        found = getattr(self, name) if name in ("train", "valid", "test") else None
+        if found is None:
+            has = [n for n in ("train", "valid", "test") if getattr(self, n) is not None]
+            raise ValueError(f"split must be one of {', '.join(has)}, but came as {name!r}")
+        assert isinstance(found, Pairs)
+        return found
+
+    def encoded(self, split: str, *, max_length: int | None = None) -> EncodedPairs:
+        """Ids of both sides, each closed by the end token.
+
+        Pairs with a side of more than `max_length` tokens are left out.
+        """
+        pairs = self.split(split)
+        key = cache.digest("pairs", pairs.fingerprint(), encode.identify(self.tokenizer))
+
+        def write(writer: cache.Writer) -> None:
+            _write_ids(pairs, self.tokenizer, writer)
+
+        path = self.cache_dir / f"pairs-{key}.arr"
+        stored = cache.load(path, write, dtype=encode.width(self.tokenizer))
+        return EncodedPairs(stored, self.tokenizer.eos_token_id, max_length)
+
+    def collate(self, items: Sequence[Item]) -> Item:
+        """Items side by side: inputs padded, with a mask; labels -100 where there is none."""
+        inputs = [item["input_ids"] for item in items]
+        pad = self.tokenizer.pad_token_id
+        ids = pad_sequence(inputs, batch_first=True, padding_value=pad)  # [B, S]
+        lengths = torch.tensor([len(one) for one in inputs])
+        labels = pad_sequence(
+            [item["labels"] for item in items], batch_first=True, padding_value=IGNORE
+        )  # [B, T]
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()  # [B, S]
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class EncodedPairs(Dataset[Item]):
+    """Item n is {"input_ids", "labels"} of pair n, memory-mapped."""
+
+    def __init__(self, stored: cache.Stored, end: int, max_length: int | None) -> None:
+        self.stored = stored
+        # no text has the end token inside, so it alone says where sides begin
+        ends = np.flatnonzero(stored.array == end) + 1
+        self.bounds = np.concatenate([[0], ends]).astype(np.int64)  # [2N + 1]
+        longest = np.diff(self.bounds).reshape(-1, 2).max(1, initial=0)
+        fits = np.arange(len(longest))
+        self.kept = fits if max_length is None else fits[longest <= max_length]
+        if len(self.kept) == 0:
+            raise ValueError(
+                f"max_length must let some pairs in, but the shortest has {longest.min()} tokens "
+                f"and max_length came as {max_length}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> Item:
+        at = 2 * int(self.kept[index])
+        start, middle, end = (int(place) for place in self.bounds[at : at + 3])
+        source, target = self.stored.array[start:middle], self.stored.array[middle:end]
+        return {
+            "input_ids": torch.from_numpy(source.astype(np.int64)),
+            "labels": torch.from_numpy(target.astype(np.int64)),
+        }
+
+
+def pairs(
+    source: str | os.PathLike[str] = "embedded",
+    *,
+    tokenizer: Any = None,
+    reverse: bool = False,
+    columns: tuple[str, str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> PairData:
+    """A parallel corpus.
+
+    Args:
+        source: "embedded" (synthetic sentences), a .tsv file, a folder, a folder and a corpus in
+            it (`data/tatoeba`), or a name on the hub.
+        tokenizer: as for `text`; a BPE is trained on both sides of the train split.
+        reverse: translate from the second column to the first.
+        columns: the two columns of a table or of a dataset on the hub; `a.b` is key b of column a.
+        cache_dir: where tokens are kept; the platform's folder for caches by default.
+        seed: which sentences the embedded grammar draws.
+    """
+    folder = cache.choose_folder(cache_dir)
+    splits, name = _find_pairs(source, columns, folder, seed)
+    if reverse:
+        splits = {split: found.swap() for split, found in splits.items()}
+        name += ", reversed"
+    train = splits["train"]
+    spec = ("bpe:1024" if source == "embedded" else "bpe:10000") if tokenizer is None else tokenizer
+    chosen = tokens.choose(
+        spec,
+        train.fingerprint,
+        lambda: (side for pair in train for side in pair),
+        folder,
+        source=source,
+        specials=SPECIALS,
+    )
+    if chosen.eos_token_id is None:
+        raise ValueError("a tokenizer for pairs must have an end token (eos_token), but has none")
+    if chosen.pad_token_id is None:
+        chosen.pad_token = chosen.eos_token
+    return PairData(**splits, tokenizer=chosen, source=name, cache_dir=folder)
+
+
+def _find_pairs(
+    source: str | os.PathLike[str], columns: tuple[str, str] | None, folder: Path, seed: int
+) -> tuple[dict[str, Pairs], str]:
+    """The splits of a source, and what it is called."""
+    if source == "embedded":
+        drawn = draw_pairs(EMBEDDED, seed)
+        name = f"embedded: synthetic German-English sentences of a small grammar, seed {seed}"
+        return {split: Pairs(found) for split, found in drawn.items()}, name
+    found = find_files(source, "translation", SUFFIXES)
+    if found is None:
+        name = hub.find_name(hub.check_source(source), hub.PAIRS, columns)
+        tables = hub.load(name)
+        return _hold_out(_read_tables(tables, columns or name.columns), str(source)), str(source)
+    if hub.is_table(found):
+        tables = hub.load_files(found, folder)
+        return _hold_out(_read_tables(tables, columns or ()), str(source)), str(source)
+    splits = {split: Pairs(_read_tsv(paths)) for split, paths in found.files.items()}
+    return _hold_out(splits, str(found.where)), str(found.where)
+
+
+def _read_tsv(paths: Sequence[Path]) -> list[Pair]:
+    """The first two columns of files without a header."""
+    found: list[Pair] = []
+    for path in paths:
+        before = len(found)
+        for number, line in read_lines(path):
+            sides = line.split("\t")
+            if len(sides) < 2:
+                raise DataError(
+                    f"{path}, line {number}: two columns with a tab between, but no tab"
+                )
+            first, second = sides[0].strip(), sides[1].strip()
+            if not first or not second:
+                which = "first" if not first else "second"
+                raise DataError(f"{path}, line {number}: the {which} column is empty")
+            found.append((first, second))
+        if len(found) == before:
+            raise DataError(f"{path} is empty")
+    return found
+
+
+def _read_tables(tables: dict[str, hub.Table], columns: Sequence[str]) -> dict[str, Pairs]:
+    if not columns:
+        columns = tables["train"].find_languages()
+    if len(columns) != 2:
+        raise ValueError(f"columns must be two names, but came as {columns}")
+    return {
+        split: Pairs((first, second) for first, second in table.read_texts(columns))
+        for split, table in tables.items()
+    }
+
+
+def _hold_out(splits: dict[str, Pairs], where: str) -> dict[str, Pairs]:
+    """With a valid split: the end of the train split, less sentences that are in what is left.
+
+    A file alone gives up its end twice, for test too.
+    """
+    found = dict(splits)
+    wanted = ("valid", "test") if "all" in found else ("valid",)
+    if "all" in found:
+        found["train"] = found.pop("all")
+    if "train" not in found:
+        raise DataError(f"{where} has no file whose name says train")
+    held = max(1, min(int(len(found["train"]) * HELD_OUT), MOST_HELD_OUT))
+    for split in wanted:
+        if split not in found:
+            last = found["train"][-held:]
+            found["train"] = found["train"][:-held]
+            known = {side for part in found.values() for pair in part for side in pair}
+            found[split] = Pairs(pair for pair in last if not known & set(pair))
+            if not found["train"] or not found[split]:
+                raise DataError(f"{where} is too short to hold out a part of it for {split}")
+    return found
+
+
+def _write_ids(pairs: Pairs, tokenizer: Any, writer: cache.Writer) -> None:
+    backend, end = encode.prepare(tokenizer), tokenizer.eos_token_id
+    for start in range(0, len(pairs), BATCH):
+        sides = [side for pair in pairs[start : start + BATCH] for side in pair]
+        ids: list[int] = []
+        for code in backend.encode_batch_fast(sides, add_special_tokens=False):
+            ids += code.ids
+            ids.append(end)
+        writer.append(np.array(ids, dtype=writer.dtype))
