@@ -192,7 +192,6 @@ def make_arguments(settings: Settings) -> TrainingArguments:
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
     )
     # One process, one device; Trainer would split batches over all GPUs it can see.
     if arguments.n_gpu > 1:

@@ -415,10 +415,15 @@ class KernelTrainer(Trainer):
 
     def release(self) -> None:
         """Let go of the model, the optimiser and compiled code."""
-        self.accelerator.free_memory()
         if self.settings.compile:
             # Past a few models of one class dynamo would run them uncompiled.
             torch._dynamo.reset()
+        if self.team.device.type == "cpu":
+            # The next run collects what is left; a collection takes longer than a small run.
+            self.accelerator._models.clear()
+            self.accelerator._optimizers.clear()
+        else:
+            self.accelerator.free_memory()
 
 
 class Conductor(TrainerCallback):
