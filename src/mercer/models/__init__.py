@@ -12,8 +12,23 @@ from . import count as count
 from . import presets as presets
 from .cache import KernelCache as KernelCache
 from .config import KernelLMConfig as KernelLMConfig
+from .config import KernelTranslatorConfig as KernelTranslatorConfig
+from .config import KernelViTConfig as KernelViTConfig
 from .grouping import groups as groups
 from .lm import KernelLM as KernelLM
+from .translator import KernelTranslator as KernelTranslator
+from .vit import KernelViT as KernelViT
 
-transformers.AutoConfig.register(KernelLMConfig.model_type, KernelLMConfig, exist_ok=True)
-transformers.AutoModelForCausalLM.register(KernelLMConfig, KernelLM, exist_ok=True)
+
+def _register() -> None:
+    models = (
+        (transformers.AutoModelForCausalLM, KernelLMConfig, KernelLM),
+        (transformers.AutoModelForSeq2SeqLM, KernelTranslatorConfig, KernelTranslator),
+        (transformers.AutoModelForImageClassification, KernelViTConfig, KernelViT),
+    )
+    for auto, config, model in models:
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        auto.register(config, model, exist_ok=True)
+
+
+_register()

@@ -9,6 +9,7 @@ first part and one entry for each other part: log p(token) = log p(part) + log p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ def split_vocabulary(
 ) -> list[tuple[int, int, int]]:
     """First token, number of tokens and width of every part."""
     edges = [0, *cutoffs, vocab_size]
-    if len(edges) < 3 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+    if len(edges) < 3 or any(a >= b for a, b in pairwise(edges)):
         raise ValueError(
             f"cutoffs must rise from above 0 to below the vocabulary of {vocab_size}, "
             f"but came as {list(cutoffs)}"
@@ -29,7 +30,7 @@ def split_vocabulary(
         raise ValueError(f"div must be at least 1, but came as {div}")
     return [
         (first, last - first, max(d_model // div**n, 1))
-        for n, (first, last) in enumerate(zip(edges, edges[1:], strict=False))
+        for n, (first, last) in enumerate(pairwise(edges))
     ]
 
 

@@ -12,7 +12,7 @@ from transformers import initialization as init
 
 from ..filters import Documents, Filter
 from ..nn import GaussianAttention, KernelAttention, Learned, Sinusoid, TokenKernels
-from .block import Block, is_known, leading_zeros
+from .block import Block, is_known, leading_zeros, make_norm
 from .config import KernelConfig
 from .parts import Parts, Place, build, most_places, restart
 
@@ -50,7 +50,7 @@ class KernelModel(PreTrainedModel):
         elif isinstance(module, TokenKernels):
             if not getattr(module.weight, "_is_hf_initialized", False):
                 module.reset_parameters()
-        elif isinstance(module, Learned) and module in self.children():
+        elif isinstance(module, Learned) and getattr(module, "at_input", False):
             init.normal_(module.weight, std=0.02)
 
     def make_block(
@@ -71,7 +71,7 @@ class KernelModel(PreTrainedModel):
         )
         scales = {"scaled": (2 * config.num_layers) ** -0.5, "zero": 0.0, "plain": 1.0}
         for linear in block.residual:
-            linear.start_scale = scales[config.residual_start]  # type: ignore[assignment]
+            linear.start_scale = scales[config.residual_start]
         return block
 
     def shape(self, **more: Any) -> dict[str, Any]:
@@ -81,6 +81,25 @@ class KernelModel(PreTrainedModel):
         if config.num_kv_heads is not None:
             shared["num_kv_heads"] = config.num_kv_heads
         return shared | more
+
+    def make_input_position(self, length: int | None = None) -> Learned | Sinusoid | None:
+        """What is added to the embeddings, once."""
+        kind = self.config.input_position
+        if kind is None:
+            return None
+        length = self.config.context_length if length is None else length
+        position = Learned(length) if kind == "learned" else Sinusoid()
+        position.setup(self.config.d_model)
+        # Positions of a layer start with the layer.
+        position.at_input = True  # type: ignore[assignment]
+        return position
+
+    def make_last_norm(self) -> nn.Module:
+        """The norm after all blocks; with norms after each sum, the last has already done it."""
+        config = self.config
+        if not config.pre_norm:
+            return nn.Identity()
+        return make_norm(config.norm, config.d_model, config.bias)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError where learned positions or a grid have fewer places."""
@@ -98,13 +117,15 @@ class KernelModel(PreTrainedModel):
         return self._most_places
 
 
-def make_input_position(kind: str | None, d_model: int, length: int) -> Learned | Sinusoid | None:
-    """What is added to the embeddings, once."""
-    if kind is None:
-        return None
-    position = Learned(length) if kind == "learned" else Sinusoid()
-    position.setup(d_model)
-    return position
+def embed_places(
+    position: Learned | Sinusoid | None, x: Tensor, before: int, offset: Tensor | None
+) -> Tensor:
+    """x and the embeddings of its places, counted from `before`, or from each padding's end."""
+    if position is None:
+        return x
+    places = torch.arange(before, before + x.shape[1], device=x.device)
+    places = places if offset is None else (places - offset[:, None]).clamp(min=0)
+    return x + position(places).to(x.dtype)
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:

@@ -106,7 +106,8 @@ class Block(GradientCheckpointingLayer):
             own |= {"token_ids": token_ids, "offset": offset}
         x = self._sum(x, self.attention_norm, lambda y: self.attention(y, **own))
         if self.cross is not None:
-            assert context is not None and self.cross_norm is not None
+            assert context is not None
+            assert self.cross_norm is not None
             cross, seen = self.cross, context_filter
             x = self._sum(
                 x, self.cross_norm, lambda y: cross(y, context, filter=seen, cache=context_cache)

@@ -3,8 +3,8 @@
 Operations are those of matrix products, 2 for a multiplication with its addition:
 
     linear maps    2 x their weights, for each token they read
-    attention      2 x (E + V) for each head, each term of the kernel and each visible pair, where E is
-                   the number of features that the kernel lowers to, numbers per key included
+    attention      2 x (E + V) for each head, each term of the kernel and each visible pair, where
+                   E is the number of features it lowers to, numbers per key included
     tables         2 x D for each row of a lookup table and each head, for each token
     token kernels  2 x taps x the width of what they mix
 
@@ -20,14 +20,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..filters import Filter, Full
 from ..nn import GaussianAttention, KernelAttention, RelativeSinusoid, TokenKernels
 from ..systems import Attention
 from .block import FeedForward
+from .lm import KernelLM
 from .parts import Cost
+from .translator import KernelTranslator
+from .vit import KernelViT
 
 PARTS = (
     "embedding", "attention", "kernel", "token-kernels", "value-embedding", "feed-forward", "norm",
@@ -102,10 +104,12 @@ def count(model: PreTrainedModel | PreTrainedConfig, length: int | None = None) 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """The model without its weights."""
-    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageClassification):
-        if type(config) in auto._model_mapping:
+    models: tuple[Any, ...] = (KernelLM, KernelTranslator, KernelViT)
+    for model in models:
+        if isinstance(config, model.config_class):
             with torch.device("meta"):
-                return auto._model_mapping[type(config)](config)
+                built: PreTrainedModel = model(config)
+            return built
     raise ValueError(f"there is no model for a {type(config).__name__}")
 
 

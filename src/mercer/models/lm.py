@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
-from ..filters import Filter, Fixed, Window
-from ..filters.base import Joined
+from ..filters import Filter, Window
 from ..nn import SegmentMemory, layer_windows
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from .base import KernelModel, check_ids, make_input_position, read_mask, scale_of
-from .block import Block, make_norm, norm_of
+from .base import KernelModel, check_ids, embed_places, read_mask, scale_of
+from .block import Block, norm_of
 from .cache import KernelCache
 from .config import KernelLMConfig, token_kernels
-from .parts import Place, join
+from .parts import Place, with_padding
 
 
 class KernelLM(KernelModel, GenerationMixin):
@@ -40,16 +39,15 @@ class KernelLM(KernelModel, GenerationMixin):
         self.head: nn.Linear | AdaptiveSoftmax
         sizes = config.vocab_size, config.d_model
         if config.cutoffs is None:
-            self.embed, self.head = nn.Embedding(*sizes), nn.Linear(*reversed(sizes), bias=False)
+            self.embed = nn.Embedding(*sizes)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         else:
             self._tied_weights_keys = {}
             self.embed = AdaptiveEmbedding(*sizes, config.cutoffs, config.div)
             self.head = AdaptiveSoftmax(
                 *sizes, config.cutoffs, config.div, tied=config.tie_word_embeddings
             )
-        self.input_position = make_input_position(
-            config.input_position, config.d_model, config.context_length
-        )
+        self.input_position = self.make_input_position()
         layers = config.layer_parts()
         self.token_kernels = token_kernels(layers, config.vocab_size)
         windows = _windows(config)
@@ -72,9 +70,7 @@ class KernelLM(KernelModel, GenerationMixin):
             )
             blocks.append(self.make_block(parts, place))
         self.blocks = nn.ModuleList(blocks)
-        # With norms after each sum, the last block has already normalised.
-        last = make_norm(config.norm, config.d_model, config.bias)
-        self.norm = last if config.pre_norm else nn.Identity()
+        self.norm = self.make_last_norm()
         self.dropout = nn.Dropout(config.dropout)
         self.post_init()
 
@@ -116,22 +112,26 @@ class KernelLM(KernelModel, GenerationMixin):
         [B, seen + T], and 0 for padding, on either side.
         """
         check_ids(input_ids, self.config.vocab_size)
-        cache = self._cache(past_key_values, use_cache, labels, memory)
+        if memory is not None:
+            self._check_memory(memory, attention_mask, bool(past_key_values or use_cache))
+            cache, attention_mask = None, None
+        else:
+            cache = make_cache(self, past_key_values, use_cache, labels)
         before = self._seen(cache, memory)
         batch, new = input_ids.shape
         self.check_length(before + new)
-        if memory is not None:
-            if attention_mask is not None and not bool(attention_mask.all()):
-                raise ValueError("a memory goes with segments without padding, but a mask came")
-            attention_mask = None
         padding, offset = read_mask(attention_mask, batch, before + new, causal=True)
-        x = self._embedded(input_ids, before, offset)
+        x = embed_places(
+            self.input_position, self.embed(input_ids) * scale_of(self.config), before, offset
+        )
+        x = self.dropout(norm_of(x) if self.config.embedding_norm else x)
         hidden = [x]
         caches: Sequence[Any] = memory or (cache.each if cache else [None] * len(self.blocks))
         for block, remembered in zip(self.blocks, caches, strict=True):
+            assert isinstance(block, Block)
             x = block(
                 x,
-                filter=self._filter(block, padding, offset),
+                filter=with_padding(block.attention.filter, padding, offset),
                 cache=remembered,
                 token_ids=input_ids,
                 offset=offset,
@@ -139,43 +139,24 @@ class KernelLM(KernelModel, GenerationMixin):
             if output_hidden_states:
                 hidden.append(x)
         loss, logits = self._read_out(self.norm(x), labels, logits_to_keep, kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=cache,
-            hidden_states=tuple(hidden) if output_hidden_states else None,
-        )
-
-    def _embedded(self, ids: Tensor, before: int, offset: Tensor | None) -> Tensor:
-        x = self.embed(ids) * scale_of(self.config)
-        if self.input_position is not None:
-            places = torch.arange(before, before + ids.shape[1], device=ids.device)
-            places = places if offset is None else (places - offset[:, None]).clamp(min=0)
-            x = x + self.input_position(places).to(x.dtype)
-        return self.dropout(norm_of(x) if self.config.embedding_norm else x)
-
-    def _filter(self, block: Block, padding: Filter | None, offset: Tensor | None) -> Filter | None:
-        if padding is None:
-            return None
-        own = block.attention.filter
-        if offset is not None and _counts_blocks(own):
-            raise ValueError(
-                "Fixed counts its blocks from the first place, so padding must be on the right"
-            )
-        return join(own, padding)
+        out: dict[str, Any] = {"loss": loss, "logits": logits, "past_key_values": cache}
+        if output_hidden_states:
+            out["hidden_states"] = tuple(hidden)
+        return CausalLMOutputWithPast(**out)
 
     def _read_out(
         self, x: Tensor, labels: Tensor | None, keep: int | Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor | None, Tensor | None]:
         if isinstance(self.head, AdaptiveSoftmax):
+            assert isinstance(self.embed, AdaptiveEmbedding)
             tables = self.embed.tables if self.config.tie_word_embeddings else None
             loss = None
             if labels is not None:
                 loss = self.head.loss(x, labels, tables, kwargs.get("num_items_in_batch"))
             if loss is not None and self.training:
                 return loss, None
-            return loss, self.head(_kept(x, keep), tables)
-        logits = self.head(_kept(x, keep))
+            return loss, self.head(keep_last(x, keep), tables)
+        logits = self.head(keep_last(x, keep))
         if (cap := self.config.logit_cap) is not None:
             logits = cap * torch.tanh(logits / cap)
         if labels is None:
@@ -183,35 +164,20 @@ class KernelLM(KernelModel, GenerationMixin):
         vocab = self.config.vocab_size
         return self.loss_function(logits, labels, vocab_size=vocab, **kwargs), logits
 
-    def _cache(
-        self,
-        given: object,
-        use_cache: bool | None,
-        labels: Tensor | None,
-        memory: Sequence[SegmentMemory] | None,
-    ) -> KernelCache | None:
-        if memory is not None:
-            if given is not None or use_cache:
-                raise ValueError("memory and a cache are two ways to remember: give one of them")
-            if len(memory) != len(self.blocks):
-                raise ValueError(
-                    f"memory must have one entry for each of {len(self.blocks)} layers, "
-                    f"but came with {len(memory)}"
-                )
-            if self.training and self.is_gradient_checkpointing:
-                raise ValueError("gradient checkpointing runs a block twice, a memory only once")
-            return None
-        if given is not None:
-            if not isinstance(given, KernelCache):
-                raise ValueError(
-                    f"past_key_values must be a KernelCache, but came as {type(given).__name__}"
-                )
-            return given
-        if use_cache is None:
-            use_cache = self.config.use_cache and labels is None and not self.training
-        if not use_cache or (self.training and self.is_gradient_checkpointing):
-            return None
-        return KernelCache(len(self.blocks))
+    def _check_memory(
+        self, memory: Sequence[SegmentMemory], mask: Tensor | None, cached: bool
+    ) -> None:
+        if cached:
+            raise ValueError("memory and a cache are two ways to remember: give one of them")
+        if len(memory) != len(self.blocks):
+            raise ValueError(
+                f"memory must have one entry for each of {len(self.blocks)} layers, "
+                f"but came with {len(memory)}"
+            )
+        if mask is not None and not bool(mask.all()):
+            raise ValueError("a memory goes with segments without padding, but a mask came")
+        if self.training and self.is_gradient_checkpointing:
+            raise ValueError("gradient checkpointing runs a block twice, a memory only once")
 
     @staticmethod
     def _seen(cache: KernelCache | None, memory: Sequence[SegmentMemory] | None) -> int:
@@ -234,12 +200,30 @@ def _windows(config: KernelLMConfig) -> list[Filter | None]:
     return [f if isinstance(f, Window) else None for f in filters]
 
 
-def _counts_blocks(filter: Filter) -> bool:
-    each = filter.filters if isinstance(filter, Joined) else (filter,)
-    return any(isinstance(f, Fixed) for f in each)
+def make_cache(
+    model: KernelModel,
+    given: object,
+    use_cache: bool | None,
+    labels: Tensor | None,
+    *,
+    cross: bool = False,
+) -> KernelCache | None:
+    """The cache that came, a new one where one is wanted, or None."""
+    if given is not None:
+        if not isinstance(given, KernelCache):
+            raise ValueError(
+                f"past_key_values must be a KernelCache, but came as {type(given).__name__}"
+            )
+        return given
+    if use_cache is None:
+        use_cache = model.config.use_cache and labels is None and not model.training
+    if not use_cache or (model.training and model.is_gradient_checkpointing):
+        return None
+    return KernelCache(model.config.num_layers, cross=cross)
 
 
-def _kept(x: Tensor, keep: int | Tensor) -> Tensor:
+def keep_last(x: Tensor, keep: int | Tensor) -> Tensor:
+    """The places whose logits are asked for: the last few, or these."""
     if isinstance(keep, int):
         return x[:, -keep:] if keep else x
     return x[:, keep]

@@ -1,8 +1,8 @@
 """The attention of a layer, from the words of a config.
 
-What this must meet: any system or any four parts, in a decoder (always causal), an encoder (sees all
-unless a filter is asked for) or towards a context; token kernels are one object for a whole model;
-a model may be made on the meta device, as transformers does when it loads one.
+What this must meet: any system or any four parts, in a decoder (always causal), an encoder (sees
+all unless a filter is asked for) or towards a context; token kernels are one object for a whole
+model; a model may be made on the meta device, as transformers does when it loads one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from transformers import initialization as init
 
 from .. import parse, systems
 from ..explain import width
-from ..filters import Causal, Filter, Full
+from ..filters import Causal, Filter, Fixed, Full
+from ..filters.base import Joined
 from ..kernels import Kernel
 from ..nn import (
     Grid2D,
@@ -183,8 +184,9 @@ def _kernel_attention(parts: Parts, options: dict[str, Any], place: Place) -> At
         # There is nothing to add to the values of a system that adds it.
         options.setdefault("value", "content")
     if name is None:
-        return _checked(KernelAttention, "the layer", place, options)
-    layer = _call(name, place, options)
+        layer = _checked(KernelAttention, "the layer", place, options)
+    else:
+        layer = _call(name, place, options)
     if place.role == "cross":
         _check_cross(layer)
     return layer
@@ -263,11 +265,24 @@ def join(*filters: Filter | None) -> Filter:
     return Full() if whole is None else whole
 
 
+def with_padding(own: Filter, padding: Filter | None, offset: Tensor | None) -> Filter | None:
+    """A layer's filter with that of the batch; None where the layer's own is enough."""
+    if padding is None:
+        return None
+    each = own.filters if isinstance(own, Joined) else (own,)
+    if offset is not None and any(isinstance(f, Fixed) for f in each):
+        raise ValueError(
+            "Fixed counts its blocks from the first place, so padding must be on the right"
+        )
+    return join(own, padding)
+
+
 def _check_cross(layer: Attention) -> None:
     if layer.joined_kernel.relative:
         raise ValueError(
-            f"cross-attention cannot count i - j step by step, but came with {layer.joined_kernel}; "
-            "use NoPosition, DirectSum or ProductKernel, and a kernel of the features alone"
+            "cross-attention cannot count i - j step by step, but came with "
+            f"{layer.joined_kernel}; use NoPosition, DirectSum or ProductKernel, and a kernel of "
+            "the features alone"
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config import KernelLMConfig
+from .. import parse
+from .config import KernelLMConfig, KernelTranslatorConfig, KernelViTConfig
 
 LM: dict[str, dict[str, Any]] = {
     # Transformer-XL on WikiText-103, base: tokens are words, sorted by frequency.
@@ -66,6 +67,58 @@ LM: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+TRANSLATOR: dict[str, dict[str, Any]] = {
+    # fairseq's transformer_iwslt_de_en.
+    "iwslt": {
+        "system": "vaswani2017",
+        "vocab_size": 10000,
+        "d_model": 512,
+        "encoder_layers": 6,
+        "decoder_layers": 6,
+        "num_heads": 4,
+        "d_ff": 1024,
+        "pre_norm": False,
+        "bias": True,
+        "dropout": 0.3,
+    },
+    "tiny": {
+        "system": "vaswani2017",
+        "vocab_size": 512,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "num_heads": 2,
+        "d_ff": 128,
+        "context_length": 128,
+        "tie_word_embeddings": False,
+    },
+}
+VIT: dict[str, dict[str, Any]] = {
+    "deit-tiny": {"d_model": 192, "num_heads": 3, "num_labels": 1000},
+    "deit-small": {"d_model": 384, "num_heads": 6, "num_labels": 1000},
+    "cifar": {
+        "image_size": 32,
+        "patch_size": 4,
+        "d_model": 256,
+        "num_layers": 7,
+        "num_heads": 4,
+        "d_ff": 512,
+        "pooling": "mean",
+        "num_labels": 10,
+    },
+    # 8 x 8 digits.
+    "tiny": {
+        "image_size": 8,
+        "patch_size": 2,
+        "num_channels": 1,
+        "d_model": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "d_ff": 128,
+        "pooling": "mean",
+        "num_labels": 10,
+    },
+}
 # The cuts of Transformer-XL's vocabulary on WikiText-103.
 XL_CUTOFFS = (20000, 40000, 200000)
 
@@ -100,6 +153,32 @@ def lm(
     return KernelLMConfig(**_with(fields, system, vocab_size, overrides))
 
 
+def translator(
+    name: str = "tiny",
+    *,
+    system: str | None = None,
+    vocab_size: int | None = None,
+    **overrides: Any,
+) -> KernelTranslatorConfig:
+    """The config of a translator: iwslt or tiny."""
+    fields = _find(TRANSLATOR, name, "translator")
+    return KernelTranslatorConfig(**_with(fields, system, vocab_size, overrides))
+
+
+def vit(name: str = "tiny", *, system: str | None = None, **overrides: Any) -> KernelViTConfig:
+    """The config of a vision transformer: deit-tiny, deit-small, cifar or tiny.
+
+    Without a system, positions are a product of a height and a width kernel. `kundu2026` has no
+    positions of its own, so learned ones are added to its patches.
+    """
+    fields = _find(VIT, name, "vision")
+    if system is None:
+        fields["position"] = "grid"
+    elif system == "kundu2026":
+        fields["input_position"] = "learned"
+    return KernelViTConfig(**_with(fields, system, None, overrides))
+
+
 def _nano(depth: int) -> dict[str, Any]:
     if not isinstance(depth, int) or depth < 1:
         raise ValueError(f"depth must be a whole number from 1 up, but came as {depth!r}")
@@ -120,4 +199,8 @@ def _with(
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
     given = {"system": system, "vocab_size": vocab_size}
+    kernel = overrides.get("kernel")
+    if isinstance(kernel, str) and parse.kernel(kernel).query_parts - {"content"}:
+        # A kernel that reads places itself stands in the place of the preset's position.
+        fields = {name: x for name, x in fields.items() if name != "position"}
     return fields | {n: x for n, x in given.items() if x is not None} | dict(overrides)
