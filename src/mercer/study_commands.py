@@ -72,7 +72,7 @@ def run_study(
                 console.print(escape(note), style="yellow", soft_wrap=True)
             if not files:
                 raise ValueError(f"there are no results in {folder} yet")
-            studies.show(console, found, files)
+            studies.show(console, chosen, found, files)
             return
         studies.introduce(console, chosen, folder, part, wanted)
         outcome = studies.run(chosen, folder, shard=part, seeds=wanted, console=console)

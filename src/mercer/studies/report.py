@@ -36,7 +36,7 @@ def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, lo
 
     `again` is the command that goes on, `look` the one that shows the table.
     """
-    show(console, outcome.rows, outcome.files)
+    show(console, study, outcome.rows, outcome.files)
     for why in dict.fromkeys(outcome.failed.values()):
         jobs = ", ".join(job for job, reason in outcome.failed.items() if reason == why)
         console.print(f"[red]failed:[/] {escape(jobs)}: {escape(why)}", soft_wrap=True)
@@ -63,8 +63,8 @@ def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, lo
     suggest(console, study)
 
 
-def show(console: Console, rows: Sequence[Row], files: Sequence[Path]) -> None:
-    """The table, its caption, and the files."""
+def show(console: Console, study: Study, rows: Sequence[Row], files: Sequence[Path]) -> None:
+    """The table, what to know of it, and the files."""
     console.print(draw(rows, width=console.width))
     console.print(f"[dim]{CAPTION}[/]")
     if (first := best(rows)) is not None and first.spread is not None:
@@ -74,6 +74,8 @@ def show(console: Console, rows: Sequence[Row], files: Sequence[Path]) -> None:
             console.print(
                 f"[dim]Within two spreads of the best: {escape(names)}. More seeds would tell.[/]"
             )
+    if study.remark and not any(row.wanted - len(row.records) for row in rows):
+        console.print(f"[dim]{escape(study.remark)}[/]")
     console.print()
     for path in files:
         console.print(f"wrote {escape(str(path))}", soft_wrap=True)

@@ -91,6 +91,8 @@ class Study:
     seeds: Sequence[int] = (0, 1)
     name: str = "study"
     title: str = ""
+    # What a reader of the table should know.
+    remark: str = ""
     # What to try after it: pairs of a command and what it is for.
     next_steps: Sequence[tuple[str, str]] = ()
 
