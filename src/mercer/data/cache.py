@@ -100,7 +100,7 @@ def load(path: Path, write: Callable[[Writer], None], *, dtype: str) -> Stored:
     """The array at `path`; `write` makes it when it is missing or damaged."""
     if (found := _find(path)) is not None:
         return found
-    with replacing(path) as file:
+    with replacing(path, lambda: _find(path) is not None) as file:
         if file is not None:
             writer = Writer(file, dtype)
             write(writer)
@@ -109,16 +109,16 @@ def load(path: Path, write: Callable[[Writer], None], *, dtype: str) -> Stored:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes] | None]:
+def replacing(path: Path, is_made: Callable[[], bool]) -> Iterator[IO[bytes] | None]:
     """A file that takes the place of `path` when the block ends well.
 
-    None where another process made it meanwhile. Without locks, as on some network disks, both
-    write, and the last one stays: they write the same.
+    None where another process made it while this one waited. Without locks, as on some network
+    disks, both write, and the last one stays: they write the same.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path) as alone:
-            if path.suffix == ".arr" and _find(path) is not None:
+            if is_made():
                 yield None
                 return
             if alone:

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from .errors import DataError
-from .files import hash_files, is_archive, read_blocks
-from .layout import Found
+from .files import hash_files, is_archive, read_blocks, read_members
+from .layout import Found, read_split
+from .tables import is_table, read_rows
 
-TEXT = (".txt", ".text")
+TEXT = (".txt", ".text", ".raw", ".tokens")
 HELD_OUT = 0.05
 MOST_HELD_OUT = 1 << 24
 MANY_DOCUMENTS = 20
@@ -48,12 +49,13 @@ class Corpus:
     splits: dict[str, Documents]
 
 
-def read_text(found: Found) -> Corpus:
-    """The corpus of text files."""
-    splits = {name: _open(paths) for name, paths in found.files.items()}
-    whole = splits.pop("all", None)
+def read_text(found: Found, column: str | None = None) -> Corpus:
+    """The corpus of text files, or of a column of tables."""
+    files = dict(found.files)
+    whole = files.pop("all", None)
+    splits = {name: _open(paths, column) for name, paths in files.items()}
     if whole is not None:
-        splits["train"] = whole
+        splits |= _open_whole(whole, column)
     if "train" not in splits:
         raise DataError(f"{found.where} has no file whose name says train")
     if "valid" not in splits:
@@ -114,18 +116,43 @@ def _find_cut(documents: Documents, where: str) -> int:
     return before
 
 
-def _open(paths: Sequence[Path]) -> Documents:
-    """Files, or the text files of archives, as documents in the order of their names."""
-    share = 1 / len(paths)
+def _open_whole(paths: Sequence[Path], column: str | None) -> dict[str, Documents]:
+    """Files that no name tells apart; in an archive the members' names may."""
+    if len(paths) == 1 and is_archive(paths[0]):
+        names = [member.name for member in read_members(paths[0])]
+        named = {_split_of(name) for name in names if name.lower().endswith(TEXT)}
+        if "train" in named:
+            return {split: _open(paths, column, split) for split in named if split is not None}
+    return {"train": _open(paths, column)}
+
+
+def _open(paths: Sequence[Path], column: str | None, split: str | None = None) -> Documents:
+    """Files, the text files of archives, or the rows of tables, as documents in their order."""
 
     def read() -> Iterator[Block]:
         for n, path in enumerate(paths):
-            member = None
-            for current, text in read_blocks(path, TEXT):
-                yield Block(text, current is not member, (n + current.done()) * share)
-                member = current
-            if member is None:
+            number = 0
+            for text, first, done in _read(path, column, split):
+                yield Block(text, first, (n + done) / len(paths))
+                number += 1
+            if number == 0:
                 what = "holds no text files" if is_archive(path) else "is empty"
                 raise DataError(f"{path} {what}")
 
-    return Documents(read=read, fingerprint=hash_files(paths))
+    return Documents(read=read, fingerprint=f"{hash_files(paths)} {column} {split}")
+
+
+def _read(path: Path, column: str | None, split: str | None) -> Iterator[Block]:
+    if is_table(path):
+        for (text,) in read_rows(path, [column or "text"], 1):
+            yield Block(text, True, 0.0)
+        return
+    before = None
+    for member, text in read_blocks(path, TEXT):
+        if split is None or _split_of(member.name) == split:
+            yield Block(text, member is not before, member.done())
+            before = member
+
+
+def _split_of(name: str) -> str | None:
+    return read_split(PurePosixPath(name).name)[1]

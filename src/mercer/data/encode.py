@@ -7,7 +7,7 @@ GPT-2's pattern; for others the cuts stand at ends of lines, or between words.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,24 @@ from .corpus import Block
 from .errors import need
 
 PIECE = 1 << 14
-BATCH = 1 << 22
+BATCH = 1 << 20
+
+Ids = Sequence[int] | np.ndarray[Any, Any]
 
 # GPT-2's pattern never joins white space to a word before it, and the last white space of a run
 # always begins a new word; so before it a text can be cut without changing its tokens
 LINE = re.compile(r"\n(?=\S)")
 WORD = re.compile(r"[ \n\t\r](?=\S)")
+
+
+def _spell() -> dict[str, int]:
+    """The letter that stands for each byte in GPT-2's files: itself where it can be printed."""
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return {chr(byte if byte in printed else next(others)): byte for byte in range(256)}
+
+
+SPELLING = _spell()
 
 
 def cut(text: str, size: int = PIECE) -> tuple[list[str], str]:
@@ -44,17 +56,16 @@ def encode(
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
     """Write the ids of the blocks; each document begins with the end-of-text token."""
-    backend = prepare(tokenizer)
+    encode_batch = choose_encoder(tokenizer)
     end = tokenizer.eos_token_id
     batch: list[str | None] = []
     left, size, num_bytes = "", 0, 0
 
     def flush() -> None:
-        texts = [piece for piece in batch if piece is not None]
-        codes = iter(backend.encode_batch_fast(texts, add_special_tokens=False))
-        ids = [[end] if piece is None else next(codes).ids for piece in batch]
+        codes = iter(encode_batch([piece for piece in batch if piece is not None]))
+        ids = [[end] if piece is None else next(codes) for piece in batch]
         if ids:
-            writer.append(np.concatenate([np.array(run, dtype=writer.dtype) for run in ids]))
+            writer.append(np.concatenate([np.asarray(run, dtype=writer.dtype) for run in ids]))
         batch.clear()
 
     for block in blocks:
@@ -78,14 +89,21 @@ def encode(
         on_progress(1.0)
 
 
-def prepare(tokenizer: Any) -> Any:
-    """A copy of what is inside a tokenizer, which takes special tokens in a text for plain text."""
+def choose_encoder(tokenizer: Any) -> Callable[[list[str]], Iterable[Ids]]:
+    """From texts to ids; a special token inside a text is plain text."""
     tokenizers = need("tokenizers")
+    # a copy: its settings are changed here
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    if backend.get_vocab(with_added_tokens=False) == SPELLING:
+        return lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
-    return backend
+
+    def encode_batch(texts: list[str]) -> Iterable[Ids]:
+        return (code.ids for code in backend.encode_batch_fast(texts, add_special_tokens=False))
+
+    return encode_batch
 
 
 def width(tokenizer: Any) -> str:

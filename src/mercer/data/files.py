@@ -71,7 +71,9 @@ def read_members(path: Path) -> Iterator[Member]:
             elif is_archive(path):
                 # a stream mode never seeks, so a packed archive is unpacked once
                 with tarfile.open(fileobj=raw, mode="r|*") as archive:
-                    for entry in archive:
+                    while (entry := archive.next()) is not None:
+                        # it keeps every entry it has seen, and an archive may have millions
+                        archive.members.clear()  # type: ignore[attr-defined]
                         stream = archive.extractfile(entry) if entry.isfile() else None
                         if stream is not None:
                             where = f"{path}, member {entry.name}"

@@ -51,9 +51,9 @@ class Packed:
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, index: int) -> Array:
-        row: Array = self.stored.array[self.places[index]][:-3]
-        return row.reshape(self.stored.notes["shape"])
+    def __getitem__(self, index: int | slice) -> Array:
+        rows: Array = self.stored.array[self.places[index]][..., :-3]
+        return rows.reshape(*rows.shape[:-1], *self.stored.notes["shape"])
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ class Fitted:
     def __len__(self) -> int:
         return len(self.arrays)
 
-    def __getitem__(self, index: int) -> Array:
+    def __getitem__(self, index: int | slice) -> Array:
+        if isinstance(index, slice):
+            return np.stack([self[n] for n in range(*index.indices(len(self)))])
         pixels = self.arrays[index]
         image = need("PIL.Image").fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
         return self.fit.apply(image, f"image {index}")

@@ -141,9 +141,9 @@ class Grammar:
             german, english = clause.after(adverb), _join(translated, clause.english)
         elif kind < 0.8:
             conjunction, translated = self.pick(CONJUNCTIONS)
-            first, second = self.clause(), self.clause()
-            german = f"{first.main()}, {conjunction} {second.last()}"
-            english = f"{first.english} {translated} {second.english}"
+            one, other = self.clause(), self.clause()
+            german = f"{one.main()}, {conjunction} {other.last()}"
+            english = f"{one.english} {translated} {other.english}"
         else:
             subject = self.pronoun() if self.random() < 0.5 else self.noun("nom")
             infinitive, third, base, thirds = self.pick(SAYING)

@@ -1,4 +1,4 @@
-"""Hugging Face `datasets` by name, and tables on disk through the same library.
+"""Hugging Face `datasets` by name, and .parquet files through the same library.
 
 The usual names are short here: "wikitext-103", "fineweb-edu", "iwslt14", "multi30k", "cifar10",
 "imagenet-1k". Any other is the hub's own, "owner/name" or "owner/name:config", and the columns to
@@ -19,8 +19,8 @@ from .errors import DataError, need
 from .files import hash_files
 from .layout import WORDS, Found
 
-TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-ENDINGS = (".txt", ".tsv", ".xz", ".gz", ".zip", ".tar", *TABLES)
+TABLE = ".parquet"
+ENDINGS = (".txt", ".tsv", ".csv", ".jsonl", ".xz", ".gz", ".zip", ".tar", TABLE)
 HELD_OUT = 0.05
 MOST_HELD_OUT = 10_000
 
@@ -83,19 +83,23 @@ class Table:
     def check(self, columns: Sequence[str]) -> None:
         """Raise where a column is missing; `a.b` is the key b of the column a."""
         for column in columns:
-            features: Any = self.rows.features
-            for part in column.split("."):
-                # older datasets of translations keep their languages aside
-                keys = getattr(features, "languages", None) or features
-                if part not in keys:
-                    has = ", ".join(keys) if hasattr(keys, "__iter__") else "no parts"
-                    raise DataError(f"{self.where} has no column {column!r}; it has {has}")
-                features = features[part] if hasattr(features, "__getitem__") else part
+            head, _, key = column.partition(".")
+            has = list(self.rows.column_names)
+            if key and head in has:
+                has = [f"{head}.{part}" for part in self._parts(head)]
+            if column not in has:
+                raise DataError(f"{self.where} has no column {column!r}; it has {', '.join(has)}")
+
+    def _parts(self, column: str) -> list[str]:
+        """The keys of a column of objects; a column of translations has languages."""
+        feature = self.rows.features[column]
+        return list(
+            getattr(feature, "languages", None) or (feature if isinstance(feature, dict) else ())
+        )
 
     def find_languages(self) -> tuple[str, ...]:
         """Both languages of a column `translation`."""
-        column = self.rows.features.get("translation")
-        languages = tuple(getattr(column, "languages", None) or column or ())
+        languages = self._parts("translation") if "translation" in self.rows.features else []
         if len(languages) != 2:
             has = ", ".join(self.rows.column_names)
             raise DataError(f"{self.where}: name two of its columns ({has}) by columns=(…, …)")
@@ -141,7 +145,7 @@ def load(name: Name) -> dict[str, Table]:
 
 
 def load_files(found: Found, cache_dir: Path) -> dict[str, Table]:
-    """The splits of tables on disk: .jsonl, .csv and .parquet."""
+    """The splits of .parquet files."""
     datasets = need("datasets", "data")
     tables = {}
     for split, paths in found.files.items():
@@ -151,7 +155,7 @@ def load_files(found: Found, cache_dir: Path) -> dict[str, Table]:
                 raise DataError(f"{path} is empty")
         try:
             rows = datasets.load_dataset(
-                TABLES[paths[0].suffix.lower()],
+                "parquet",
                 data_files=[str(path) for path in paths],
                 split="train",
                 cache_dir=str(cache_dir / "tables"),
@@ -165,12 +169,12 @@ def load_files(found: Found, cache_dir: Path) -> dict[str, Table]:
 
 
 def is_table(found: Found) -> bool:
-    """Whether files are tables that `datasets` reads; a mixture is an error."""
+    """Whether files are for `datasets` to read; a mixture is an error."""
     paths = [path for part in found.files.values() for path in part]
-    kinds = {TABLES.get(path.suffix.lower()) for path in paths}
-    if len(kinds) > 1:
-        raise DataError(f"{found.where} mixes files of several kinds: {', '.join(map(str, paths))}")
-    return kinds != {None}
+    tables = [path.suffix.lower() == TABLE for path in paths]
+    if any(tables) and not all(tables):
+        raise DataError(f"{found.where} mixes {TABLE} files with others")
+    return all(tables)
 
 
 def check_source(source: str | os.PathLike[str]) -> str:

@@ -159,18 +159,19 @@ def images(
     )
 
 
-def measure(pixels: Pixels) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def measure(pixels: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel, over pixels from 0 to 1; exact in integers."""
-    count, total, square = 0, 0, 0
-    for n in range(len(pixels)):
-        image = pixels[n].astype(np.int64)  # [H, W, C]
-        image = image.reshape(-1, image.shape[-1])
-        count += len(image)
-        total = total + image.sum(0)
-        square = square + (image * image).sum(0)
-    mean = total / count
-    std = np.sqrt(np.maximum(square / count - mean**2, 1e-6))
-    return tuple(float(m) / 255 for m in mean), tuple(float(s) / 255 for s in std)
+    channels = pixels[0].shape[-1]
+    counts = np.zeros((channels, 256), dtype=np.int64)
+    for start in range(0, len(pixels), 1024):
+        some = pixels[start : start + 1024]  # [N, H, W, C]
+        for n in range(channels):
+            counts[n] += np.bincount(some[..., n].ravel(), minlength=256)
+    values = np.arange(256)
+    total = counts.sum(1)
+    mean = counts @ values / total
+    std = np.sqrt(np.maximum(counts @ values**2 / total - mean**2, 1e-6))
+    return tuple((mean / 255).tolist()), tuple((std / 255).tolist())
 
 
 def _find_images(

@@ -17,11 +17,11 @@ from torch.utils.data import Dataset
 
 from . import cache, encode, hub, tokens
 from .errors import DataError
-from .files import read_lines
 from .grammar import draw_pairs
 from .layout import find_files
+from .tables import ENDINGS, read_rows
 
-SUFFIXES = (".tsv", *hub.TABLES)
+SUFFIXES = (*ENDINGS, hub.TABLE)
 SPECIALS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 EMBEDDED = {"train": 20_000, "valid": 500, "test": 500}
 HELD_OUT = 0.05
@@ -188,35 +188,18 @@ def _find_pairs(
         return {split: Pairs(found) for split, found in drawn.items()}, name
     found = find_files(source, "translation", SUFFIXES)
     if found is None:
-        name = hub.find_name(hub.check_source(source), hub.PAIRS, columns)
-        tables = hub.load(name)
-        return _hold_out(_read_tables(tables, columns or name.columns), str(source)), str(source)
+        meant = hub.find_name(hub.check_source(source), hub.PAIRS, columns)
+        tables = hub.load(meant)
+        return _hold_out(_read_tables(tables, columns or meant.columns), str(source)), str(source)
     if hub.is_table(found):
         tables = hub.load_files(found, folder)
         return _hold_out(_read_tables(tables, columns or ()), str(source)), str(source)
-    splits = {split: Pairs(_read_tsv(paths)) for split, paths in found.files.items()}
+    splits = {split: _read_files(paths, columns or ()) for split, paths in found.files.items()}
     return _hold_out(splits, str(found.where)), str(found.where)
 
 
-def _read_tsv(paths: Sequence[Path]) -> list[Pair]:
-    """The first two columns of files without a header."""
-    found: list[Pair] = []
-    for path in paths:
-        before = len(found)
-        for number, line in read_lines(path):
-            sides = line.split("\t")
-            if len(sides) < 2:
-                raise DataError(
-                    f"{path}, line {number}: two columns with a tab between, but no tab"
-                )
-            first, second = sides[0].strip(), sides[1].strip()
-            if not first or not second:
-                which = "first" if not first else "second"
-                raise DataError(f"{path}, line {number}: the {which} column is empty")
-            found.append((first, second))
-        if len(found) == before:
-            raise DataError(f"{path} is empty")
-    return found
+def _read_files(paths: Sequence[Path], columns: Sequence[str]) -> Pairs:
+    return Pairs((first, second) for path in paths for first, second in read_rows(path, columns, 2))
 
 
 def _read_tables(tables: dict[str, hub.Table], columns: Sequence[str]) -> dict[str, Pairs]:
@@ -254,11 +237,11 @@ def _hold_out(splits: dict[str, Pairs], where: str) -> dict[str, Pairs]:
 
 
 def _write_ids(pairs: Pairs, tokenizer: Any, writer: cache.Writer) -> None:
-    backend, end = encode.prepare(tokenizer), tokenizer.eos_token_id
+    encode_batch, end = encode.choose_encoder(tokenizer), tokenizer.eos_token_id
     for start in range(0, len(pairs), BATCH):
         sides = [side for pair in pairs[start : start + BATCH] for side in pair]
         ids: list[int] = []
-        for code in backend.encode_batch_fast(sides, add_special_tokens=False):
-            ids += code.ids
+        for code in encode_batch(sides):
+            ids.extend(code)
             ids.append(end)
         writer.append(np.array(ids, dtype=writer.dtype))

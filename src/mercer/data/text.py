@@ -177,7 +177,7 @@ def text(
 def _find_corpus(source: str | os.PathLike[str], column: str | None, folder: Path) -> Corpus:
     if source == "embedded":
         return read_documentation()
-    found = find_files(source, "lm", (*TEXT, *hub.TABLES))
+    found = find_files(source, "lm", (*TEXT, ".csv", ".jsonl", hub.TABLE))
     if found is None:
         name = hub.find_name(hub.check_source(source), hub.TEXT, None)
         chosen = column or "".join(name.columns) or "text"
@@ -185,7 +185,7 @@ def _find_corpus(source: str | os.PathLike[str], column: str | None, folder: Pat
     if hub.is_table(found):
         tables = hub.load_files(found, folder)
         return hub.make_corpus(tables, column or "text", str(found.where), False)
-    return read_text(found)
+    return read_text(found, column)
 
 
 def _encode(

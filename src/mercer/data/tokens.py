@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .cache import digest, replacing
-from .encode import cut
+from .encode import SPELLING, cut
 from .errors import DataError, need
 from .files import read_lines
 
@@ -49,8 +49,7 @@ def train(texts: Iterable[str], vocab_size: int, specials: dict[str, str] | None
 def spell_bytes(specials: dict[str, str] | None = None) -> Any:
     """Ids 0 to 255 are the bytes themselves; special tokens follow."""
     specials = specials or SPECIALS
-    vocabulary = {letter: byte for byte, letter in enumerate(_letters())}
-    backend = _byte_level(vocabulary, [])
+    backend = _byte_level(SPELLING, [])
     tokenizers = need("tokenizers")
     names = dict.fromkeys(specials.values())
     backend.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names])
@@ -74,13 +73,6 @@ def _byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> An
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
-
-
-def _letters() -> list[str]:
-    """The letter that stands for each byte in GPT-2's files: itself where it can be printed."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
 def choose(
@@ -192,15 +184,21 @@ def _train_once(
 ) -> Any:
     tokenizers = need("tokenizers")
     path = folder / f"bpe-{digest('bpe', vocab_size, fingerprint, specials)}.json"
-    try:
-        return wrap(tokenizers.Tokenizer.from_file(str(path)), specials)
-    # tokenizers raises a bare Exception for a file that is missing or damaged
-    except Exception:
-        trained = train(texts(), vocab_size, specials)
-    with replacing(path) as file:
-        assert file is not None
-        file.write(trained.backend_tokenizer.to_str().encode())
-    return trained
+
+    def read() -> Any:
+        try:
+            return wrap(tokenizers.Tokenizer.from_file(str(path)), specials)
+        # tokenizers raises a bare Exception for a file that is missing or damaged
+        except Exception:
+            return None
+
+    if (found := read()) is not None:
+        return found
+    with replacing(path, lambda: read() is not None) as file:
+        if file is not None:
+            trained = train(texts(), vocab_size, specials)
+            file.write(trained.backend_tokenizer.to_str().encode())
+    return read()
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:
