@@ -111,7 +111,7 @@ class _Convolve(torch.autograd.Function):
         batch = max(x.shape[0], kernel.shape[0]) if x.shape[0] and kernel.shape[0] else 0
         out = x.new_zeros((batch, *x.shape[1:]), dtype=wide)
         for n in range(kernel.shape[-1]):
-            here, there = _places(first + n, x.shape[2])
+            here, there = places(first + n, x.shape[2])
             tap = kernel[:, here, :, n].transpose(1, 2)[..., None].to(wide)  # [B, H or 1, k, 1]
             out[:, :, here] += tap * _shown(x[:, :, there], joins, here, first + n)
         return out.to(x.dtype)
@@ -125,7 +125,7 @@ class _Convolve(torch.autograd.Function):
         dx = torch.zeros_like(g) if ctx.needs_input_grad[0] else None
         dkernel = torch.zeros_like(kernel, dtype=wide) if ctx.needs_input_grad[1] else None
         for n in range(kernel.shape[-1]):
-            here, there = _places(first + n, x.shape[2])
+            here, there = places(first + n, x.shape[2])
             if dx is not None:
                 tap = kernel[:, here, :, n].transpose(1, 2)[..., None].to(wide)
                 dx[:, :, there] += _shown(tap * g[:, :, here], joins, here, first + n)
@@ -139,7 +139,7 @@ class _Convolve(torch.autograd.Function):
         return dx, None if dkernel is None else dkernel.to(kernel.dtype), None, None
 
 
-def _places(d: int, length: int) -> tuple[slice, slice]:
+def places(d: int, length: int) -> tuple[slice, slice]:
     """The keys that have a neighbour at offset d, and these neighbours."""
     low, high = min(max(-d, 0), length), max(length - max(d, 0), 0)
     high = max(low, high)

@@ -17,7 +17,8 @@ only "left" leaves taps out.
 `reference` is this, query by query, and the specification. The fast form needs memory linear in the
 length: only the p keys nearest to a query are cut, so all others are one call of `smooth` on keys
 and values that are convolved once; the nearest p are one block of p columns; both are mixed by
-their masses.
+their masses. Where the kernel is exponential and the filter causal or full, all of it is one
+function around flash attention, see backends/fused_taps.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .backends import fused_taps
+from .backends.plain_taps import Call
 from .dispatch import choose
 from .features import Features, Input
 from .filters import And, Causal, Earlier, Filter, Full, Memory, Padding, Window
@@ -116,6 +119,23 @@ def num_cut(boundary: Boundary, filter: Filter, size: int) -> int:
     return reach if filter.causal and visible(boundary, reach, None)[1] > 0 else 0
 
 
+def refuses_fused(
+    kernel: Kernel, q: Features, k: Features, v: Tensor, filter: Filter, dropout_p: float
+) -> str | None:
+    """Why a call is not one function around flash attention, or None."""
+    if type(kernel) is not Exponential or kernel.on != "content":
+        return "the kernel is not Exponential() alone"
+    if kernel.scale is not None and kernel.scale <= 0:
+        return "the scale is not positive"
+    if dropout_p:
+        return "weights are dropped"
+    if torch.compiler.is_compiling():
+        return "a compiled graph holds no function of its own"
+    if not isinstance(filter.simplify(q.length, k.length), Causal | Full):
+        return f"{filter} is neither causal nor full"
+    return fused_taps.refuses(q.part("content"), k.part("content"), v)
+
+
 @dataclass(frozen=True)
 class Vicinity:
     """A checked call."""
@@ -133,6 +153,8 @@ class Vicinity:
         taps = [x for x in (self.key_taps, self.value_taps) if x is not None]
         size = max([1, *(x.shape[-1] for x in taps)])
         count = num_cut(self.boundary, self.problem.filter, size)
+        if taps and backend == "auto" and (out := self.fused(count)) is not None:
+            return Smoothed(out, None)
         if not count:
             return solve(self.seen(None), backend)
         near = self.near(count)
@@ -143,6 +165,45 @@ class Vicinity:
         if self.problem.k.length <= count:
             return near
         return mix([self.far(count, backend), near])
+
+    def fused(self, count: int) -> Tensor | None:
+        """All in one function around flash attention, or None where it does not apply."""
+        whole = self.problem
+        q, k, v = whole.q, whole.k, whole.v
+        if refuses_fused(whole.kernel, q, k, v, whole.filter, whole.dropout_p) is not None:
+            return None
+        if whole.log_mass:
+            return None
+        if whole.v.device.type == "cpu":
+            whole = whole.cleaned()
+            q, k, v = whole.q, whole.k, whole.v
+        assert isinstance(whole.kernel, Exponential)
+        query, key = q.part("content"), k.part("content")
+        call = Call(
+            self.boundary,
+            whole.filter.causal,
+            count,
+            self.normalize,
+            whole.kernel.scale_of(query),
+        )
+        heads, batch = q.heads, whole.batch
+        key_taps, value_taps = (
+            None if x is None else _per_query_head(x, batch, heads)
+            for x in (self.key_taps, self.value_taps)
+        )
+        width, wide = query.shape[-1], v.shape[-1]
+        query, key, value = (repeat(x, batch, heads) for x in (query, key, v))
+        most = max(width, wide)
+        most += -most % 8 if value.is_cuda else 0
+        if most != width or most != wide:
+            query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in (query, key, value))
+        out = fused_taps.run(query, key, value, key_taps, value_taps, call)
+        out = out if out is None or most == wide else out[..., :wide]
+        if out is None or whole.bad_queries is None or whole.bad_keys is None:
+            return out
+        # Whatever its taps are, a key reads itself, so that a query sees all that is before it.
+        seen = whole.bad_keys.cumsum(-1) > 0 if call.causal else whole.bad_keys.any(-1, True)
+        return out.masked_fill((whole.bad_queries | seen)[..., None], math.nan)
 
     def seen(self, away: int | None) -> Problem:
         """The problem with keys and values as a query sees them that far away."""
@@ -301,6 +362,13 @@ def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
 def _in_heads(x: Tensor, taps: Tensor) -> Tensor:
     """x in as many heads as the taps have, where they have more."""
     return x if taps.shape[2] in (1, x.shape[1]) else repeat(x, x.shape[0], taps.shape[2])
+
+
+def _per_query_head(taps: Tensor, batch: int, heads: int) -> Tensor:
+    """Taps of all sequences, shared by heads or of each: [B, K, H or 1, S]."""
+    if taps.shape[2] not in (1, heads):
+        taps = taps.repeat_interleave(heads // taps.shape[2], 2)
+    return taps.expand(batch, -1, -1, -1)
 
 
 def _moved(filter: Filter, count: int, num_queries: int, num_keys: int) -> Filter | None:

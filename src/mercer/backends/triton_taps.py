@@ -417,10 +417,6 @@ def backward(
                     tl.store(DWV + dw_row * CV + (1 + a) * SV + RV + d, tl.sum(g * y, 1), mask=ok)
 
 
-# The largest exponent of a sum: with 2^15 rows for a token, 2^62 is not passed.
-BITS = tl.constexpr(46)
-
-
 @triton.jit
 def clear(G0, G1, PEAKS, SUMS, count, cells, TARGETS: tl.constexpr, BM: tl.constexpr):
     """SUMS = 0, and the largest gradient of each program's share."""
@@ -441,14 +437,12 @@ def clear(G0, G1, PEAKS, SUMS, count, cells, TARGETS: tl.constexpr, BM: tl.const
 
 
 @triton.jit
-def _unit(PEAKS, PROGRAMS: tl.constexpr, rows):
-    """The power of two that whole numbers count in, and whether all is finite."""
+def _unit(PEAKS, PROGRAMS: tl.constexpr):
+    """The power of two above all gradients, and whether all are finite."""
     peak = tl.max(tl.load(PEAKS + tl.arange(0, PROGRAMS)), 0)
     fine = peak < float("inf")
     bits = tl.where(fine & (peak > 0.0), peak, 1.0).to(tl.int32, bitcast=True)
-    # 2^exponent is above the peak; each further doubling of the rows takes a bit.
-    exponent = (bits >> 23) - 126
-    return exponent, fine
+    return (bits >> 23) - 126, fine
 
 
 @triton.jit
@@ -465,10 +459,10 @@ def scatter(
     G0, G1, IDS, PEAKS, SUMS, count, width, bits,
     TARGETS: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """SUMS[id] += G, as whole numbers: the same sum in any order."""
+    """SUMS[id] += G, as whole numbers below 2^bits: the same sum in any order."""
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     ok = n < count
-    exponent, fine = _unit(PEAKS, PROGRAMS, count)
+    exponent, fine = _unit(PEAKS, PROGRAMS)
     token = tl.load(IDS + n // width, mask=ok, other=0).to(tl.int64)
     place = token * (TARGETS * width) + n % width
     x = tl.load(G0 + n, mask=ok, other=0.0).to(tl.float32)
@@ -495,12 +489,12 @@ def _whole_number(x, exponent):
 
 @triton.jit
 def gathered(
-    PEAKS, SUMS, TABLE, cells, rows, bits, PROGRAMS: tl.constexpr, BM: tl.constexpr
+    PEAKS, SUMS, TABLE, cells, bits, PROGRAMS: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
     """Whole numbers back to a gradient."""
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     ok = n < cells
-    exponent, fine = _unit(PEAKS, PROGRAMS, rows)
+    exponent, fine = _unit(PEAKS, PROGRAMS)
     x = tl.load(SUMS + n, mask=ok, other=0).to(tl.float32)
     x = tl.where(fine, _scaled(x, exponent - bits), float("nan"))
     tl.store(TABLE + n, x.to(TABLE.dtype.element_ty), mask=ok)

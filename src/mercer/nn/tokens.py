@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..taps import Boundary, check_boundary, check_size, check_temperature, gather
+from ..backends.fused_taps import gather
+from ..taps import Boundary, check_boundary, check_size, check_temperature
 
 Target = Literal["k", "v", "kv"]
 
@@ -66,7 +67,7 @@ class TokenKernels(nn.Module):
         self.heads, self.layers = heads, layers
         self.temperature, self.boundary, self.start = temperature, boundary, start
         self.weight = nn.Parameter(torch.empty(vocab_size, layers or 1, len(on), heads or 1, size))
-        self._checked: tuple[weakref.ref[Tensor], int] | None = None
+        self._checked: tuple[weakref.ref[Tensor], tuple[object, ...]] | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -85,8 +86,10 @@ class TokenKernels(nn.Module):
         if not self.acts_on(layer):
             return Taps(None, None)
         self.check(token_ids)
-        table = self.weight[:, layer if self.layers is not None else 0]  # [V, targets, H or 1, S]
-        taps = dict(zip(self.on, gather(table, token_ids).unbind(2), strict=True))
+        # A view has a gradient that needs no copy.
+        one = self.weight.shape[1] == 1
+        table = self.weight.squeeze(1) if one else self.weight[:, layer]  # [V, targets, H or 1, S]
+        taps = dict(zip(self.on, gather(table, token_ids), strict=True))
         return Taps(taps.get("k"), taps.get("v"))
 
     def check(self, token_ids: Tensor) -> None:
@@ -98,16 +101,23 @@ class TokenKernels(nn.Module):
             raise ValueError(f"token_ids must be whole numbers, but came as {token_ids.dtype}")
         if torch.compiler.is_compiling() or token_ids.device.type == "meta":
             return
-        # All layers get the same ids, and each look at them waits for an accelerator.
+        # A look at the ids waits for an accelerator, which a graph that is captured must not.
+        if token_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        # All layers get the same ids, perhaps as new views of one tensor.
+        base = token_ids if token_ids._base is None else token_ids._base
+        version = 0 if base.is_inference() else base._version
+        seen = (version, token_ids.storage_offset(), token_ids.shape, token_ids.stride())
         known = self._checked
-        if known is not None and known[0]() is token_ids and known[1] == token_ids._version:
+        if known is not None and known[0]() is base and known[1] == seen:
             return
         outside = token_ids[(token_ids < 0) | (token_ids >= self.vocab_size)]
         if outside.numel():
             raise ValueError(
                 f"token id {int(outside[0])} is outside the vocabulary of {self.vocab_size}"
             )
-        self._checked = (weakref.ref(token_ids), token_ids._version)
+        # What inference made may change without a trace.
+        self._checked = None if base.is_inference() else (weakref.ref(base), seen)
 
     def kernels(self) -> Tensor:
         """The kernels themselves, [vocab, layers, targets, heads, size]."""

@@ -1,0 +1,301 @@
+"""Convolved keys and values around flash attention: one function, its gradients, its kernels.
+
+On a CPU the passes are plain PyTorch; on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1),
+the same tests run the Triton kernels.
+"""
+
+import math
+
+import pytest
+import torch
+
+import mercer as mc
+from mercer import nn as mn
+from mercer.backends import fused_taps, plain_taps, taps_launch
+from mercer.backends.plain_taps import Call
+from mercer.backends.triton import INSTALLED, INTERPRETED
+from mercer.taps import BOUNDARIES, sum_by_id
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+KERNELS = CUDA or (INSTALLED and INTERPRETED)
+# Where the whole function runs in float64, its gradients are the reference's to the last digits.
+EXACT = not KERNELS
+DTYPE = torch.float64 if EXACT else torch.bfloat16 if CUDA else torch.float32
+needs_triton = pytest.mark.skipif(not KERNELS, reason="needs a CUDA GPU or Triton's interpreter")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+TARGETS = {"keys": (True, False), "values": (False, True), "both": (True, True)}
+
+
+def draw(length, size, target, *, batch=2, heads=2, kv_heads=2, dim=8, values=8, tap_heads=1):
+    generator = torch.Generator().manual_seed(length + size)
+
+    def normal(*shape):
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return x.to(DEVICE, DTYPE)
+
+    given = {
+        "q": normal(batch, heads, length, dim),
+        "k": normal(batch, kv_heads, length, dim),
+        "v": normal(batch, kv_heads, length, values),
+    }
+    wide = torch.float64 if EXACT else torch.float32
+    for name, wanted in zip(("key_taps", "value_taps"), TARGETS[target], strict=True):
+        if wanted:
+            given[name] = normal(batch, length, tap_heads, size).to(wide) / 2
+    return given
+
+
+def solve(given, dtype=None, **options):
+    """The output and every gradient."""
+    given = {n: x.detach().to(dtype or x.dtype).requires_grad_() for n, x in given.items()}
+    out = mc.vicinity(**given, **options)
+    generator = torch.Generator().manual_seed(5)
+    steer = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    grads = torch.autograd.grad(out, list(given.values()), steer.to(out))
+    return {"out": out.detach()} | dict(zip(given, grads, strict=True))
+
+
+class Count:
+    """How often the one function ran."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        run = fused_taps._Fused.apply
+
+        def counted(*args):
+            self.calls += 1
+            return run(*args)
+
+        monkeypatch.setattr(fused_taps._Fused, "apply", counted)
+
+
+@pytest.fixture
+def count(monkeypatch):
+    return Count(monkeypatch)
+
+
+def compare(given, what="", **options):
+    """All that `solve` gives: 1e-10 where the lowering is at stake, else within the budget."""
+    got = solve(given, **options)
+    want = solve(given, torch.float64, backend="reference", **options)
+    if EXACT:
+        for name, x in want.items():
+            message = lambda m, n=name: f"{what} {n}: {m}"  # noqa: E731
+            torch.testing.assert_close(got[name], x, rtol=1e-10, atol=1e-10, msg=message)
+        return
+    usual = solve(given, backend="reference", **options)
+    for name, x in want.items():
+        error = (got[name].double() - x).norm().item()
+        plain = (usual[name].double() - x).norm().item()
+        # Flash attention rounds its output and its gradients before the rest is added to them.
+        eps = torch.finfo(DTYPE).eps
+        budget = 2 * plain + (2 if CUDA else 8) * eps * x.norm().item()
+        assert error <= budget + 1e-30, f"{what} {name}: off by {error:.1e}, above {budget:.1e}"
+
+
+@pytest.mark.parametrize("normalize", [None, 0.4], ids=["free", "softmax"])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("size", [3, 5, 7])
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_it_is_the_reference(boundary, size, target, normalize, count):
+    options = {"boundary": boundary, "normalize": normalize}
+    compare(draw(13, size, target), **options)
+    compare(draw(9, size, target, tap_heads=2), filter=mc.Full(), **options)
+    assert count.calls == 2
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 33])
+def test_short_and_odd_lengths(length, boundary, count):
+    for size, target in ((3, "values"), (5, "both"), (7, "keys")):
+        compare(draw(length, size, target), f"{size} {target}", boundary=boundary, normalize=0.7)
+    assert count.calls == 3
+
+
+@pytest.mark.parametrize("tap_heads", [1, 2, 4])
+def test_grouped_heads_and_values_of_another_width(tap_heads, count):
+    for dim, values in ((8, 8), (8, 5), (6, 11)):
+        given = draw(
+            11, 5, "both", heads=4, kv_heads=2, dim=dim, values=values, tap_heads=tap_heads
+        )
+        compare(given, f"{dim} {values}", boundary="truncate", normalize=0.4)
+    assert count.calls == 3
+
+
+def test_keys_and_values_may_have_kernels_of_different_sizes(count):
+    for boundary in BOUNDARIES:
+        given = draw(12, 3, "keys") | {"value_taps": draw(12, 7, "values")["value_taps"]}
+        compare(given, boundary, boundary=boundary, normalize=0.4)
+    assert count.calls == 4
+
+
+def test_a_scale_and_taps_that_all_sequences_share():
+    given = draw(10, 3, "both")
+    given["value_taps"] = given["value_taps"][:1]
+    compare(given, kernel=mc.Exponential(0.7), normalize=0.4)
+
+
+def test_memory_that_lies_token_by_token(count):
+    given = draw(14, 3, "both")
+    for name in ("q", "k", "v"):
+        given[name] = given[name].transpose(1, 2).contiguous().transpose(1, 2)
+    compare(given, normalize=0.4)
+    assert count.calls == 1
+
+
+@pytest.mark.parametrize("size", [3, 5, 7])
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_the_future_changes_no_bit(boundary, size, count):
+    given = draw(40, size, "both", dim=16, values=16)
+    options = {"boundary": boundary, "normalize": 0.4}
+    before = mc.vicinity(**given, **options)
+    for place in (1, 2, 17, 39):
+        other = {n: x.clone() for n, x in given.items()}
+        for name in ("k", "v"):
+            other[name][:, :, place:] += 5.0
+        for name in ("key_taps", "value_taps"):
+            other[name][:, place:] -= 3.0 * torch.randn_like(other[name][:, place:])
+        after = mc.vicinity(**other, **options)
+        assert torch.equal(before[:, :, :place], after[:, :, :place])
+        assert not torch.equal(before[:, :, place:], after[:, :, place:])
+    assert count.calls == 5
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_what_is_not_finite_shows_in_the_rows_that_see_it_only(boundary, target):
+    given = draw(40, 5, target, dim=16, values=16)
+    options = {"boundary": boundary, "normalize": 0.4}
+    before = mc.vicinity(**given, **options)
+    for name, value in (("k", math.nan), ("k", -math.inf), ("v", math.inf), ("v", math.nan)):
+        for place in (0, 18, 39):
+            other = {n: x.clone() for n, x in given.items()}
+            other[name][:, :, place, 3] = value
+            after = mc.vicinity(**other, **options)
+            assert torch.equal(before[:, :, :place], after[:, :, :place])
+            assert after[:, :, place:].isnan().any(-1).all()
+    for name in {"key_taps", "value_taps"} & set(given):
+        other = given | {name: given[name].clone()}
+        other[name][:, 20] = math.nan
+        after = mc.vicinity(**other, **options)
+        assert torch.equal(before[:, :, :20], after[:, :, :20])
+        assert after[:, :, 20:].isnan().any(-1).all()
+
+
+def test_gradients_are_the_same_bits_each_time():
+    given = draw(65, 5, "both")
+    first, *others = (solve(given, normalize=0.4) for _ in range(3))
+    for other in others:
+        for name in ("out", "k", "v", "key_taps", "value_taps"):
+            assert torch.equal(first[name], other[name]), name
+
+
+def test_what_it_does_not_take_runs_as_before(count):
+    given = draw(12, 3, "both")
+    mc.vicinity(**given, filter=mc.Window(4, 0))
+    mc.vicinity(**given, filter=mc.Causal() & mc.Padding([12, 9]))
+    mc.vicinity(**given, dropout_p=0.1)
+    mc.vicinity(**given, kernel=mc.RBF().to(DEVICE))
+    mc.vicinity(**given, return_log_mass=True)
+    mc.vicinity(**given | {"q": given["q"][:, :, 5:]})
+    mc.vicinity(**given, backend="reference")
+    assert count.calls == 0
+    mc.vicinity(**given, filter=mc.Window(-1, 0))
+    assert count.calls == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("temperature", [None, 0.4])
+def test_the_kernels_are_the_plain_passes(boundary, temperature):
+    """Kernels of a key and their gradients, in float32."""
+    for cut, size in ((0, 5), (1, 3), (2, 5), (3, 7), (3, 3)):
+        call = Call(boundary, True, cut, temperature, 0.5)
+        taps = torch.randn(2, 70, 2, size, device=DEVICE)
+        got = taps_launch.kernels(taps, call, torch.float32)
+        want = plain_taps.kernels(taps, call, torch.float32)
+        torch.testing.assert_close(got, want)
+        grad = torch.randn_like(want)
+        # A tap beyond the query reads nothing, so that it has no gradient.
+        for a in range(cut):
+            grad[..., 1 + a, size // 2 + a + 1 :] = 0.0
+        got = taps_launch.kernels_backward(grad, want, taps, call)
+        if temperature is None:
+            grad = torch.where(want == 0, 0.0, grad)
+        torch.testing.assert_close(got, plain_taps.kernels_backward(grad, want, taps, call))
+
+
+@needs_triton
+@pytest.mark.parametrize("targets", [1, 2])
+def test_the_gradient_of_a_table_is_the_sum_of_its_rows(targets):
+    ids = torch.randint(0, 40, (3, 130), device=DEVICE)
+    ids[:, ::3] = 7
+    table = torch.zeros(50, targets, 2, 3, device=DEVICE)
+    grads = [torch.randn(3, 130, 2, 3, device=DEVICE) for _ in range(targets)]
+    # Numbers of very different sizes, and zeros.
+    grads[0] *= torch.exp(4 * torch.randn(3, 130, 1, 1, device=DEVICE))
+    grads[-1][0] = 0.0
+    got = taps_launch.sum_by_id(grads, ids, table)
+    rows = torch.stack(grads, 2).flatten(0, 1).double()
+    want = sum_by_id(rows, ids.flatten(), 50)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
+    assert torch.equal(got, taps_launch.sum_by_id(grads, ids, table))
+    tiny = taps_launch.sum_by_id([g * 1e-30 for g in grads], ids, table)
+    torch.testing.assert_close(tiny.double() * 1e30, want, rtol=1e-5, atol=1e-5)
+    assert not taps_launch.sum_by_id([g * 0.0 for g in grads], ids, table).any()
+    grads[0][0, 0] = math.nan
+    assert taps_launch.sum_by_id(grads, ids, table).isnan().all()
+
+
+def test_token_kernels_learn_the_same_table_each_time():
+    tokens = mn.TokenKernels(500, 3, on="kv").to(DEVICE)
+    ids = torch.randint(0, 500, (2, 90), device=DEVICE)
+    ids[:, ::2] = 3
+    given = draw(90, 3, "both")
+    q, k, v = (given[n].to(torch.float32 if EXACT else DTYPE) for n in "qkv")
+
+    def grad(backend="auto", gathered=True):
+        table = tokens.weight.detach().requires_grad_()
+        rows = torch.func.functional_call(tokens, {"weight": table}, (ids,)) if gathered else None
+        keys, values = rows or (table[ids][:, :, 0, n] for n in range(2))
+        out = mc.vicinity(q, k, v, key_taps=keys, value_taps=values, normalize=0.4, backend=backend)
+        return torch.autograd.grad(out.float().square().sum(), table)[0]
+
+    with torch.no_grad():
+        tokens.weight.add_(torch.randn_like(tokens.weight))
+    first = grad()
+    assert torch.equal(first, grad())
+    want = grad("reference", gathered=False)
+    tolerance = 1e-4 if q.dtype == torch.float32 else 0.03
+    assert (first - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+def test_a_graph_can_be_captured():
+    tokens = mn.TokenKernels(500, 3).to(DEVICE)
+    given = draw(64, 3, "values", dim=16, values=16)
+    q, k, v = (given[n].requires_grad_() for n in "qkv")
+    ids = torch.randint(0, 500, (2, 64), device=DEVICE)
+
+    def step():
+        out = mc.vicinity(q, k, v, value_taps=tokens(ids).values, normalize=0.4)
+        return (out, *torch.autograd.grad(out.float().square().sum(), [q, k, v, tokens.weight]))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    # Other tokens in the same memory: a replay must not remember those it was captured with.
+    ids.copy_(torch.randint(0, 500, (2, 64), device=DEVICE))
+    graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        torch.testing.assert_close(got, want)
