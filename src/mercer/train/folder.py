@@ -44,6 +44,16 @@ class Folder:
             self._claim()
         except OSError as error:
             raise ValueError(f"cannot write to {self.path}: {error.strerror or error}") from None
+        try:
+            self._check(settings)
+        except ValueError:
+            self.close()
+            raise
+        write(self.path / "config.json", settings.as_json())
+        return self.result()
+
+    def _check(self, settings: Settings) -> None:
+        assert self.path is not None
         config = self.path / "config.json"
         if not config.exists():
             if any(p.name != ".lock" for p in self.path.iterdir()):
@@ -62,8 +72,6 @@ class Folder:
                 f"the run in {self.path} cannot go on with other settings: {named}. Leave them as "
                 "they were, or start anew with another --output"
             )
-        write(config, settings.as_json())
-        return self.result()
 
     def _claim(self) -> None:
         """Keep other processes out; the lock goes with this process, also when it is killed."""

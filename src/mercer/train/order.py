@@ -9,41 +9,55 @@ process and for many, and a run goes on at any step without reading what came be
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+
+class Stream(Dataset[Any]):
+    """Items one pass after another, each pass shuffled by the seed and its number."""
+
+    def __init__(self, items: Any, seed: int) -> None:
+        if len(items) < 1:
+            raise ValueError("there is nothing to train on: the training data is empty")
+        self.items = items
+        self.seed = seed
+        self._number = -1
+        self._shuffled = torch.empty(0, dtype=torch.long)  # [items]
+
+    def __getitem__(self, position: int) -> Any:
+        number, place = divmod(position, len(self.items))
+        if number != self._number:
+            self._number, self._shuffled = number, self._shuffle(number)
+            # Some items look different in every pass, such as images that are cropped at random.
+            if hasattr(self.items, "set_epoch"):
+                self.items.set_epoch(number)
+        return self.items[int(self._shuffled[place])]
+
+    def _shuffle(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        return torch.randperm(len(self.items), generator=generator)
 
 
 class Order(Sampler[list[int]]):
-    """The items of each micro-batch of one process, from step `start` on."""
+    """The positions of each micro-batch of one process, from step `start` on."""
 
     def __init__(
-        self,
-        items: int,
-        *,
-        batch: int,
-        steps: int,
-        seed: int,
-        accumulate: int = 1,
-        rank: int = 0,
-        processes: int = 1,
+        self, *, batch: int, steps: int, accumulate: int = 1, rank: int = 0, processes: int = 1
     ) -> None:
-        if items < 1:
-            raise ValueError("there is nothing to train on: the training data is empty")
         if batch % (accumulate * processes):
             raise ValueError(
                 f"batch must be a multiple of accumulate x processes, but came as {batch}, with "
                 f"accumulate {accumulate} and {processes} processes"
             )
-        self.items = items
         self.batch = batch
         self.steps = steps
-        self.seed = seed
         self.accumulate = accumulate
         self.rank = rank
         self.share = batch // (accumulate * processes)
         self.start = 0
-        self._pass: tuple[int, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         """Micro-batches of the whole run: Trainer counts steps by it, from the first one."""
@@ -54,11 +68,4 @@ class Order(Sampler[list[int]]):
         for step in range(self.start, self.steps):
             for number in range(self.accumulate):
                 first = step * self.batch + number * part + self.rank * self.share
-                yield [self.item(position) for position in range(first, first + self.share)]
-
-    def item(self, position: int) -> int:
-        number, place = divmod(position, self.items)
-        if self._pass is None or self._pass[0] != number:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            self._pass = number, torch.randperm(self.items, generator=generator)
-        return int(self._pass[1][place])
+                yield list(range(first, first + self.share))

@@ -11,6 +11,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -201,14 +202,20 @@ def make_arguments(settings: Settings) -> TrainingArguments:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Trainer sets the log level of transformers for good; set it back."""
+    """Set back what a run would leave set: the log level of transformers, a switch of torch."""
     level = logging.get_verbosity()
     bar = logging.is_progress_bar_enabled()
+    fast = torch._C._get_mkldnn_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            # A CPU without bfloat16 says so at length, once, and then computes all matrix products
+            # another way, for good.
+            warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+            yield
     finally:
+        torch._C._set_mkldnn_enabled(fast)
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()

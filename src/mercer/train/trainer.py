@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl, Train
 from .checkpoints import Checkpoints
 from .distributed import Spread, Team, Watch, spread
 from .folder import Folder
-from .order import Order
+from .order import Order, Stream
 from .settings import Settings
 from .state import (
     gather_model,
@@ -44,18 +44,18 @@ from .tasks import Task
 ENDLESS = 1_000_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a run is."""
 
     step: int
     # None where time ends the run.
     steps: int | None
-    loss: float | None
+    loss: float | None = None
     learning_rate: float | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
-    # The last evaluation, at this step.
+    # What an evaluation at this step found; None for a log.
     metrics: dict[str, float] | None = None
 
 
@@ -119,22 +119,24 @@ class KernelTrainer(Trainer):
         # Tokens and seconds after the first step: it compiles, plans and allocates.
         self._mark: tuple[float, float] | None = None
         self._began = 0.0
+        self._progress = Progress(step=0, steps=settings.steps)
         self._step_loss: Tensor | None = None
         self._norm: Tensor = torch.zeros(())
         assert settings.batch is not None
         self.order = Order(
-            len(task.train),
             batch=settings.batch,
             steps=settings.steps or ENDLESS,
-            seed=settings.seed,
             accumulate=settings.accumulate,
             rank=team.rank,
             processes=team.size,
         )
         super().__init__(
-            model=model, args=arguments, train_dataset=task.train, data_collator=task.collate,
+            model=model,
+            args=arguments,
+            train_dataset=Stream(task.train, settings.seed),
+            data_collator=task.collate,
             callbacks=[Conductor(self), *callbacks],
-        )  # fmt: skip
+        )
         self.remove_callback(PrinterCallback)
         # Our loss is a share of the whole step's already: Trainer is not to divide it again.
         self.model_accepts_loss_kwargs = True
@@ -315,17 +317,16 @@ class KernelTrainer(Trainer):
         self._tell(
             step, numbers | ({} if speed is None else {"tokens_per_second": round(speed, 1)})
         )
+        self._progress = Progress(
+            step=step,
+            steps=self.settings.steps,
+            loss=logs["loss"],
+            learning_rate=logs["learning_rate"],
+            tokens_per_second=speed,
+            seconds_left=self._seconds_left(),
+        )
         if self.on_progress is not None:
-            self.on_progress(
-                Progress(
-                    step,
-                    self.settings.steps,
-                    logs["loss"],
-                    logs["learning_rate"],
-                    speed,
-                    self._seconds_left(),
-                )
-            )
+            self.on_progress(self._progress)
 
     def _tell(self, step: int, numbers: dict[str, Any]) -> None:
         self.folder.note({"step": step, **numbers})
@@ -353,8 +354,8 @@ class KernelTrainer(Trainer):
             self.metrics = self.task.evaluate(self.model, self.team, final=final)
         self._tell(self.state.global_step, dict(self.metrics))
         if self.on_progress is not None:
-            step, steps = self.state.global_step, self.settings.steps
-            self.on_progress(Progress(step, steps, None, metrics=self.metrics))
+            step = self.state.global_step
+            self.on_progress(replace(self._progress, step=step, metrics=self.metrics))
         prefixed = {f"{metric_key_prefix}_{name}": value for name, value in self.metrics.items()}
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, prefixed
