@@ -280,6 +280,22 @@ def test_another_definition_of_a_system_is_left_out(tmp_path):
     assert "system was 'vaswani2017', is now 'tsai2019'" in notes[0]
 
 
+def test_a_mixture_of_machines_is_said(tmp_path):
+    go(tmp_path)
+    ledger = Ledger(tmp_path)
+    first, second, *_ = ledger.read().values()
+    (tmp_path / "results.jsonl").unlink()
+    for record, python, tokens in ((first, "3.11.7", 100), (second, "3.12.1", 120)):
+        metrics = {**record.metrics, "eval_tokens": tokens}
+        ledger.append(
+            replace(record, environment={"versions": {"python": python}}, metrics=metrics)
+        )
+    assert studies.look_up(STUDY, tmp_path)[1] == [
+        "results come from several versions of python: 3.11.7, 3.12.1",
+        "results were measured on different texts, of 100, 120 tokens",
+    ]
+
+
 def test_the_key_holds_all_that_decides():
     keys = {job.key for job in STUDY.jobs()}
     assert len(keys) == 6

@@ -7,6 +7,7 @@ never mixed in; one job that fails does not take the others with it.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -138,7 +139,8 @@ def as_record(job: Job, study: Study, result: Any, seconds: float) -> Record:
         finished=datetime.now(UTC).isoformat(),
         settings=dict(job.settings),
         environment=dict(getattr(result, "environment", {})),
-        history=[dict(entry) for entry in result.history],
+        # Losses of single steps stay in the folder of the job.
+        history=[dict(e) for e in result.history if study.metric.curve.key in e],
     )
 
 
@@ -158,7 +160,25 @@ def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
         if changed:
             old[record.variant] = "; ".join(changed.values())
     notes += [f"older results of {name!r} are left out: {why}" for name, why in old.items()]
-    return records, notes
+    return records, notes + warn_of_mixture([r for r in records.values() if study.owns(r)])
+
+
+def warn_of_mixture(records: Sequence[Record]) -> list[str]:
+    """What differs between machines and may have moved the figures."""
+    notes = []
+    for name in ("mercer", "python", "torch"):
+        versions = {str(r.environment.get("versions", {}).get(name)) for r in records}
+        if len(versions - {"None"}) > 1:
+            notes.append(f"results come from several versions of {name}: {_join(versions)}")
+    # Such as the embedded text, which is that of the Python at hand.
+    sizes = {str(r.metrics["eval_tokens"]) for r in records if r.metrics.get("eval_tokens")}
+    if len(sizes) > 1:
+        notes.append(f"results were measured on different texts, of {_join(sizes)} tokens")
+    return notes
+
+
+def _join(texts: set[str]) -> str:
+    return ", ".join(sorted(texts))
 
 
 def look_up(
@@ -191,5 +211,8 @@ def train(job: Job, folder: Path, screen: Screen) -> Result:
     from ..train import run as run_training
 
     begun = (folder / "config.json").exists()
+    if not begun:
+        # Killed before there was anything to keep.
+        shutil.rmtree(folder, ignore_errors=True)
     settings = Settings(**job.chosen, output=str(folder), resume=begun)
     return run_training(settings, screen.show, say=lambda text: screen.say(f"{job}: {text}"))
