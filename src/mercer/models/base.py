@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 
 from ..filters import Documents, Filter
-from ..nn import GaussianAttention, KernelAttention, Learned, Sinusoid, TokenKernels
+from ..nn import KernelAttention, Learned, Sinusoid, TokenKernels
 from .block import Block, is_known, leading_zeros, make_norm
+from .cache import KernelCache
 from .config import KernelConfig
 from .parts import Parts, Place, build, most_places, restart
 
@@ -45,7 +46,7 @@ class KernelModel(PreTrainedModel):
                 init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)  # type: ignore[arg-type]
-        elif isinstance(module, KernelAttention | GaussianAttention):
+        elif hasattr(module, "starts"):
             restart(module)
         elif isinstance(module, TokenKernels):
             if not getattr(module.weight, "_is_hf_initialized", False):
@@ -115,6 +116,54 @@ class KernelModel(PreTrainedModel):
         if not hasattr(self, "_most_places"):
             self._most_places = most_places(self)
         return self._most_places
+
+
+class Decoding(GenerationMixin):
+    """`generate`, with the library's own cache: transformers' knows one part of the keys only."""
+
+    cross = False
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        theirs: Any = super()
+        theirs._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = self.new_cache()
+
+    def new_cache(self) -> KernelCache:
+        """An empty cache, for `past_key_values`."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        return KernelCache(config.num_layers, cross=self.cross)
+
+    def choose_cache(
+        self, given: object, use_cache: bool | None, labels: Tensor | None
+    ) -> KernelCache | None:
+        """The cache that came, a new one where one is wanted, or None."""
+        if given is not None:
+            if not isinstance(given, KernelCache):
+                raise ValueError(
+                    f"past_key_values must be a KernelCache, but came as {type(given).__name__}"
+                )
+            return given
+        assert isinstance(self, KernelModel)
+        if use_cache is None:
+            use_cache = self.config.use_cache and labels is None and not self.training
+        # A checkpointed block runs twice, and would be remembered twice.
+        if not use_cache or (self.training and self.is_gradient_checkpointing):
+            return None
+        return self.new_cache()
+
+
+def keep_last(x: Tensor, keep: int | Tensor) -> Tensor:
+    """The places whose logits are asked for: the last few, or these."""
+    if isinstance(keep, int):
+        return x[:, -keep:] if keep else x
+    return x[:, keep]
 
 
 def embed_places(

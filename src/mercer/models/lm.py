@@ -14,14 +14,14 @@ from transformers.utils.generic import can_return_tuple
 from ..filters import Filter, Window
 from ..nn import SegmentMemory, layer_windows
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from .base import KernelModel, check_ids, embed_places, read_mask, scale_of
+from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
 from .block import Block, norm_of
 from .cache import KernelCache
 from .config import KernelLMConfig, token_kernels
 from .parts import Place, with_padding
 
 
-class KernelLM(KernelModel, GenerationMixin):
+class KernelLM(KernelModel, Decoding, GenerationMixin):
     """log p(token | tokens before it), for any attention; no token sees a later one.
 
     `forward` takes what every causal language model of transformers takes, and `memory`, a list
@@ -116,7 +116,7 @@ class KernelLM(KernelModel, GenerationMixin):
             self._check_memory(memory, attention_mask, bool(past_key_values or use_cache))
             cache, attention_mask = None, None
         else:
-            cache = make_cache(self, past_key_values, use_cache, labels)
+            cache = self.choose_cache(past_key_values, use_cache, labels)
         before = self._seen(cache, memory)
         batch, new = input_ids.shape
         self.check_length(before + new)
@@ -185,11 +185,6 @@ class KernelLM(KernelModel, GenerationMixin):
             return memory[0].seen
         return 0 if cache is None else cache.get_seq_length()
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        # `forward` makes the cache: transformers' own knows one part of the keys only.
-        return False
-
 
 def _windows(config: KernelLMConfig) -> list[Filter | None]:
     if config.windows is None:
@@ -198,32 +193,3 @@ def _windows(config: KernelLMConfig) -> list[Filter | None]:
     # A long layer sees all that the layer's own filter lets through.
     filters = layer_windows(config.windows, config.num_layers, short=config.short_window)
     return [f if isinstance(f, Window) else None for f in filters]
-
-
-def make_cache(
-    model: KernelModel,
-    given: object,
-    use_cache: bool | None,
-    labels: Tensor | None,
-    *,
-    cross: bool = False,
-) -> KernelCache | None:
-    """The cache that came, a new one where one is wanted, or None."""
-    if given is not None:
-        if not isinstance(given, KernelCache):
-            raise ValueError(
-                f"past_key_values must be a KernelCache, but came as {type(given).__name__}"
-            )
-        return given
-    if use_cache is None:
-        use_cache = model.config.use_cache and labels is None and not model.training
-    if not use_cache or (model.training and model.is_gradient_checkpointing):
-        return None
-    return KernelCache(model.config.num_layers, cross=cross)
-
-
-def keep_last(x: Tensor, keep: int | Tensor) -> Tensor:
-    """The places whose logits are asked for: the last few, or these."""
-    if isinstance(keep, int):
-        return x[:, -keep:] if keep else x
-    return x[:, keep]

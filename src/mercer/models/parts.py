@@ -59,9 +59,11 @@ class Parts:
             raise ValueError(
                 f"system_options are those of a system, but none came: {dict(self.system_options)}"
             )
-        for name in ("kernel", "position", "filter"):
-            if getattr(self, name) is not None:
-                getattr(parse, name)(getattr(self, name))
+        # Bandwidths are looked at, which memory without data (the meta device) does not allow.
+        with torch.device("cpu"):
+            for name in ("kernel", "position", "filter"):
+                if getattr(self, name) is not None:
+                    getattr(parse, name)(getattr(self, name))
         return self
 
     @property
@@ -327,31 +329,27 @@ def _like(tokens: TokenKernels | None) -> TokenKernels | None:
 
 def _remember_start(layer: Attention) -> None:
     """Where parameters of kernels and positions start, for a model whose memory is filled later."""
-    starts: dict[str, Tensor | float] = {}
-    own = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    linear = {
-        f"{name}.{n}"
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding | TokenKernels)
-        for n, _ in module.named_parameters(recurse=False)
-    }
-    for name, x in own.items():
-        if name not in linear:
-            small = x.numel() <= KEPT
-            starts[name] = x.detach().cpu().clone() if small else float(x.detach().float().std())
-    layer.starts = starts  # type: ignore[assignment]
+    for module in layer.modules():
+        if isinstance(module, nn.Linear | nn.Embedding | TokenKernels):
+            continue
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if own:
+            module.starts = {  # type: ignore[assignment]
+                name: x.detach().cpu().clone() if x.numel() <= KEPT else float(x.detach().std())
+                for name, x in own
+            }
 
 
 @torch.no_grad()
-def restart(layer: Attention) -> None:
-    """Parameters of kernels and positions back to their start."""
-    starts: dict[str, Tensor | float] = layer.starts  # type: ignore[assignment]
-    own = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+def restart(module: nn.Module) -> None:
+    """The parameters of a kernel or a position back to their start."""
+    starts: dict[str, Tensor | float] = module.starts  # type: ignore[assignment]
     for name, start in starts.items():
+        x = getattr(module, name)
         if isinstance(start, float):
-            init.normal_(own[name], std=start)
+            init.normal_(x, std=start)
         else:
-            init.copy_(own[name], start.to(own[name].device, own[name].dtype))
+            init.copy_(x, start.to(x.device, x.dtype))
 
 
 def most_places(layer: nn.Module) -> int | None:

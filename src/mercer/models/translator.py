@@ -18,11 +18,10 @@ from transformers.utils.generic import can_return_tuple
 
 from ..filters import Filter, Padding
 from ..nn import KernelAttention
-from .base import KernelModel, check_ids, embed_places, read_mask, scale_of
+from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
 from .block import Block
 from .cache import KernelCache
 from .config import KernelTranslatorConfig, token_kernels
-from .lm import keep_last, make_cache
 from .parts import Place, Role, build, join, with_padding
 
 IGNORED = -100
@@ -74,7 +73,7 @@ class Encoder(nn.Module):
         return BaseModelOutput(last_hidden_state=self.norm(x), hidden_states=every)
 
 
-class KernelTranslator(KernelModel, GenerationMixin):
+class KernelTranslator(KernelModel, Decoding, GenerationMixin):
     """p(target | source), for any attention; beams by `generate`.
 
     `encoder_outputs`, where given, are those of `encoder`.
@@ -82,6 +81,7 @@ class KernelTranslator(KernelModel, GenerationMixin):
 
     config: KernelTranslatorConfig
     config_class = KernelTranslatorConfig
+    cross = True
     _tied_weights_keys = {"head.weight": "encoder.embed.weight"}  # noqa: RUF012
 
     def __init__(self, config: KernelTranslatorConfig) -> None:
@@ -175,7 +175,7 @@ class KernelTranslator(KernelModel, GenerationMixin):
                 raise ValueError("a translator needs decoder_input_ids or labels")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         check_ids(decoder_input_ids, self.config.vocab_size, "decoder_input_ids")
-        cache = make_cache(self, past_key_values, use_cache, labels, cross=True)
+        cache = self.choose_cache(past_key_values, use_cache, labels)
         x = self._decode(decoder_input_ids, decoder_attention_mask, source, attention_mask, cache)
         logits = self.head(keep_last(x, logits_to_keep))
         loss = None
@@ -219,11 +219,6 @@ class KernelTranslator(KernelModel, GenerationMixin):
                 context_cache=None if cache is None else cache.cross[n],
             )
         return self.norm(x)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        # `forward` makes the cache: transformers' own knows one part of the keys only.
-        return False
 
 
 def read_lengths(mask: Tensor | None, shape: Any) -> Filter | None:
