@@ -95,6 +95,25 @@ def test_a_failure_is_an_exit_code(monkeypatch):
     assert "Traceback" not in done.output
 
 
+def test_a_full_disk_is_said_in_one_line(monkeypatch):
+    def fill(job, folder, screen):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conduct, "train", fill)
+    done = call("mine.py")
+    assert done.exit_code == 2
+    assert "No space left on device; finished jobs are kept" in done.output
+
+
+def test_without_matplotlib_there_is_a_table(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(conduct, "draw_curves", studies.draw_curves)
+    done = call("mine.py")
+    assert done.exit_code == 0, done.output
+    assert "2.510 ± 0.014" in done.output
+    assert "no curves: they need matplotlib: pip install 'mercer[train]'" in done.output
+
+
 def test_without_a_name_the_studies_are_listed():
     done = call()
     assert done.exit_code == 0
@@ -133,7 +152,7 @@ def test_quick_is_what_it_promises():
         (["mine.py", "--shard", "0/2"], "--shard must be i/n"),
         (["mine.py", "--seeds", "a"], "--seeds must be such as"),
         (["mine.py", "--seeds", "4-2"], "--seeds must be such as"),
-        (["mine.py", "--table"], "there are no results in runs/mine yet"),
+        (["mine.py", "--table"], "there are no results of this study in runs/mine yet"),
         (["empty.py"], "empty.py must define `study = Study(...)`, but has no `study`"),
         (["wrong.py"], "must be a mercer.studies.Study, but came as 3"),
         (["broken.py"], "broken.py:2: "),

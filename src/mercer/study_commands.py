@@ -68,16 +68,16 @@ def run_study(
         folder = output or Path("runs") / chosen.name
         if table:
             found, notes, files = studies.look_up(chosen, folder, wanted)
-            for note in notes:
-                console.print(escape(note), style="yellow", soft_wrap=True)
             if not files:
-                raise ValueError(f"there are no results in {folder} yet")
-            studies.show(console, chosen, found, files)
+                raise ValueError(f"there are no results of this study in {folder} yet")
+            studies.show(console, chosen, found, notes, files)
             return
         studies.introduce(console, chosen, folder, part, wanted)
         outcome = studies.run(chosen, folder, shard=part, seeds=wanted, console=console)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"{error}; finished jobs are kept, and the same command goes on with the rest")
     look = ["mercer", "study", study, *([] if output is None else ["--output", str(output)])]
     again = [*look, *(["--shard", shard] if shard else []), *(["--seeds", seeds] if seeds else [])]
     studies.conclude(

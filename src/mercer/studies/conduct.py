@@ -36,6 +36,7 @@ class Outcome:
     """What a call of `run` came to."""
 
     rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     # Jobs that another process has under its hands.
@@ -93,7 +94,7 @@ def run(
             outcome.interrupted = True
         # Under the screen still: drawing takes a moment.
         screen.update(rows(study, ledger.read().values(), seeds))
-        outcome.rows, _, outcome.files = look_up(study, folder, seeds)
+        outcome.rows, outcome.notes, outcome.files = look_up(study, folder, seeds)
     outcome.seconds = time.monotonic() - begun
     return outcome
 
@@ -193,8 +194,14 @@ def look_up(
     ledger.gather()
     table = folder / "table.md"
     table.write_text(as_markdown(study, found), encoding="utf-8")
-    curves = draw_curves(study, found, folder / "curves.png")
-    return found, notes, [ledger.main, table, *([curves] if curves else [])]
+    files = [ledger.main, table]
+    try:
+        if curves := draw_curves(study, found, folder / "curves.png"):
+            files.append(curves)
+    except ModuleNotFoundError as error:
+        # Hours of training are not to end without a table for that.
+        notes.append(f"no curves: they need {error.name}: pip install 'mercer[train]'")
+    return found, notes, files
 
 
 def _make(folder: Path) -> None:

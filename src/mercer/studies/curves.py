@@ -51,10 +51,8 @@ def draw_curves(study: Study, rows: Sequence[Row], path: Path) -> Path | None:
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ValueError("the curves need matplotlib: pip install 'mercer[train]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -36,7 +36,7 @@ def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, lo
 
     `again` is the command that goes on, `look` the one that shows the table.
     """
-    show(console, study, outcome.rows, outcome.files)
+    show(console, study, outcome.rows, outcome.notes, outcome.files)
     for why in dict.fromkeys(outcome.failed.values()):
         jobs = ", ".join(job for job, reason in outcome.failed.items() if reason == why)
         console.print(f"[red]failed:[/] {escape(jobs)}: {escape(why)}", soft_wrap=True)
@@ -51,6 +51,7 @@ def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, lo
         console.print(f"  [bold]{escape(again)}[/]", soft_wrap=True)
         return
     if outcome.failed:
+        console.print("The same command tries what failed again.")
         return
     if outcome.missing:
         console.print(
@@ -63,7 +64,13 @@ def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, lo
     suggest(console, study)
 
 
-def show(console: Console, study: Study, rows: Sequence[Row], files: Sequence[Path]) -> None:
+def show(
+    console: Console,
+    study: Study,
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    files: Sequence[Path],
+) -> None:
     """The table, what to know of it, and the files."""
     console.print(draw(rows, width=console.width))
     console.print(f"[dim]{CAPTION}[/]")
@@ -76,6 +83,8 @@ def show(console: Console, study: Study, rows: Sequence[Row], files: Sequence[Pa
             )
     if study.remark and not any(row.wanted - len(row.records) for row in rows):
         console.print(f"[dim]{escape(study.remark)}[/]")
+    for note in notes:
+        console.print(f"[yellow]{escape(note)}[/]")
     console.print()
     for path in files:
         console.print(f"wrote {escape(str(path))}", soft_wrap=True)
