@@ -210,6 +210,11 @@ def test_a_folder_holds_one_run(tmp_path):
     settings = Settings(output=str(tmp_path / "run"), steps=4).resolve()
     folder = Folder(tmp_path / "run")
     assert folder.open(settings) is None
+    # A run that failed before it began leaves no trace.
+    folder.close()
+    assert not (tmp_path / "run").exists()
+    assert folder.open(settings) is None
+    folder.begin(settings, {})
     with pytest.raises(ValueError, match="another process is training in"):
         Folder(tmp_path / "run").open(settings)
     folder.close()

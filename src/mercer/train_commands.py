@@ -282,7 +282,7 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
     wanted = {
         PAIRS.get(name, name): _pairs(value) if name in PAIRS else value
         for name, value in given.items()
-        if value not in (None, False, [], ()) and name not in ("dry_run", "resume")
+        if _said(value) and name not in ("dry_run", "resume")
     }
     if "time" in wanted:
         wanted["time"] = read_time(wanted["time"])
@@ -303,6 +303,11 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
     if settings.output is None and not given["dry_run"]:
         settings = replace(settings, output=_free(settings.name))
     return settings
+
+
+def _said(value: Any) -> bool:
+    empty = isinstance(value, list | tuple) and not value
+    return value is not None and value is not False and not empty
 
 
 def _free(name: str) -> str:

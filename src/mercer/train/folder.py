@@ -18,7 +18,9 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
-from ..bench.machine import describe
+import torch
+
+from ..bench import machine
 from .settings import Settings
 
 
@@ -49,8 +51,14 @@ class Folder:
         except ValueError:
             self.close()
             raise
-        write(self.path / "config.json", settings.as_json())
         return self.result()
+
+    def begin(self, settings: Settings, about: dict[str, Any]) -> None:
+        """Write down what is about to run: from here on the folder holds a run."""
+        if self.writes:
+            assert self.path is not None
+            write(self.path / "config.json", settings.as_json())
+            write(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
 
     def _check(self, settings: Settings) -> None:
         assert self.path is not None
@@ -88,17 +96,16 @@ class Folder:
             raise ValueError(f"another process is training in {self.path}") from None
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def describe(self, device: Any) -> dict[str, Any]:
-        """Where and with what the run is made; written down too."""
-        about = describe(device) | {"command": _command()}
-        if self.writes:
-            assert self.path is not None
-            write(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
-        return about
+        """Let others in; a folder in which nothing was begun goes away."""
+        if self._lock is None:
+            return
+        assert self.path is not None
+        if [path.name for path in self.path.iterdir()] == [".lock"]:
+            (self.path / ".lock").unlink()
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+        self._lock.close()
+        self._lock = None
 
     def rewind(self, step: int) -> None:
         """Keep the journal up to a step: what follows is written again."""
@@ -158,6 +165,11 @@ def _line(record: dict[str, Any]) -> str:
         for name, value in record.items()
     }
     return json.dumps(tidy) + "\n"
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Where and with what a run is made."""
+    return machine.describe(device) | {"command": _command()}
 
 
 def _command() -> str:

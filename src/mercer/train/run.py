@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..models.count import count
 from .checkpoints import Checkpoints
 from .distributed import Team
-from .folder import Folder, read_journal
+from .folder import Folder, describe, read_journal
 from .settings import Settings
 from .state import gather_model, kept_random, seed_all
 from .tasks import TASKS, Task
@@ -88,14 +88,13 @@ def _run(
             if settings.output is not None and team.main:
                 say(f"the run in {settings.output} has ended before: {ended['status']}")
             return Result(**ended, history=read_journal(Path(str(settings.output))))
-        about = folder.describe(team.device)
+        about = describe(team.device)
         seed_all(settings.seed)
         task = TASKS[settings.task](settings)
         seed_all(settings.seed)
         model = task.build()
         counted = count(model, task.sequence_length(model.config))
         checkpoint = team.tell(lambda: _find(settings, folder, say))
-        folder.rewind(0 if checkpoint is None else int(Path(checkpoint).name.split("-")[1]))
         if checkpoint is not None:
             load_model(model, str(Path(checkpoint) / "model.safetensors"))
         with signals() as caught, reporting(settings, team) as callbacks:
@@ -110,6 +109,8 @@ def _run(
                 signal=lambda: caught[0],
                 callbacks=callbacks,
             )
+            folder.begin(settings, about)
+            folder.rewind(0 if checkpoint is None else int(Path(checkpoint).name.split("-")[1]))
             begun = time.perf_counter()
             try:
                 trainer.train(resume_from_checkpoint=checkpoint)

@@ -110,28 +110,28 @@ class Settings:
         if self.device is not None:
             self._check_choice("device", DEVICES)
         recipe = GENERAL | RECIPES.get((self.task, self.preset), {})
-        rate = self.learning_rate or recipe["learning_rate"]
+        rate = _or(self.learning_rate, recipe["learning_rate"])
         steps = self.steps
         if steps is None and self.time is None:
             steps = 300
         smoothing = 0.1 if self.task == "translation" else 0.0
         filled: dict[str, Any] = {
             "steps": steps,
-            "batch": self.batch or recipe["batch"],
-            "length": self.length or recipe["length"],
-            "tokenizer": self.tokenizer or recipe.get("tokenizer"),
+            "batch": _or(self.batch, recipe["batch"]),
+            "length": _or(self.length, recipe["length"]),
+            "tokenizer": _or(self.tokenizer, recipe.get("tokenizer")),
             "learning_rate": rate,
-            "bandwidth_rate": rate if self.bandwidth_rate is None else self.bandwidth_rate,
-            "token_rate": max(rate, 5e-3) if self.token_rate is None else self.token_rate,
-            "smoothing": smoothing if self.smoothing is None else self.smoothing,
-            "log_every": self.log_every or _every(steps, 100),
-            "eval_every": self.eval_every or _every(steps, 10),
+            "bandwidth_rate": _or(self.bandwidth_rate, rate),
+            "token_rate": _or(self.token_rate, max(rate, 5e-3)),
+            "smoothing": _or(self.smoothing, smoothing),
+            "log_every": _or(self.log_every, _every(steps, 100)),
+            "eval_every": _or(self.eval_every, _every(steps, 10)),
             "system_options": dict(self.system_options),
             "overrides": dict(self.overrides),
             "data_options": dict(self.data_options),
             "betas": tuple(self.betas),
         }
-        filled["save_every"] = self.save_every or filled["eval_every"]
+        filled["save_every"] = _or(self.save_every, filled["eval_every"])
         settings = replace(self, **filled)
         settings._check_numbers()
         return settings
@@ -199,6 +199,10 @@ class Settings:
             for name in here
             if name not in FREE and here[name] != there[name]
         }
+
+
+def _or(given: Any, otherwise: Any) -> Any:
+    return otherwise if given is None else given
 
 
 def _every(steps: int | None, times: int) -> int:

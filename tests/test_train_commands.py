@@ -1,0 +1,121 @@
+"""`mercer train`: what it prints, where it writes, and with which code it ends."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("accelerate")
+
+from mercer import train
+from mercer.train_commands import app
+
+SMALL = ["--steps", "3", "--batch", "4", "--length", "32", "--eval-items", "100"]
+
+
+@pytest.fixture
+def invoke(tmp_path, tmp_path_factory, monkeypatch):
+    """The command in an empty folder, with tokens kept between tests."""
+    monkeypatch.chdir(tmp_path)
+    cache = tmp_path_factory.getbasetemp() / "tokens"
+
+    def call(*arguments, cached=True):
+        return CliRunner().invoke(app, [*arguments, *(["--cache", str(cache)] if cached else [])])
+
+    return call
+
+
+def test_help_teaches():
+    for task in ("lm", "translation", "vision"):
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [task, "--help"])
+        assert done.exit_code == 0
+        assert f"mercer train {task}" in done.output
+    assert "--evaluate-by" not in done.output
+    assert "--length" not in done.output
+    text = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["lm", "--help"]).output
+    for word in ("--dry-run", "--resume", "torchrun --nproc-per-node 8", "bandwidth-lr", "10m"):
+        assert word in text
+
+
+def test_a_dry_run_prints_and_ends(invoke, tmp_path):
+    done = invoke("lm", "--system", "kundu2026", "--dry-run", *SMALL)
+    assert done.exit_code == 0, done.output
+    for word in ("parameters", "feed-forward", "FLOPs", "memory", "128 tokens a step", "steps"):
+        assert word in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_prints_and_keeps_its_result(invoke, tmp_path):
+    done = invoke("lm", "--system", "dai2019", "--option", "memory=16", *SMALL)
+    assert done.exit_code == 0, done.output
+    assert "done: 3 steps" in done.output
+    assert "bits per byte" in done.output
+    folder = tmp_path / "runs" / "lm-dai2019"
+    assert json.loads((folder / "config.json").read_text())["system_options"] == {"memory": 16}
+    assert invoke("lm", "--system", "dai2019", *SMALL).exit_code == 0
+    assert (tmp_path / "runs" / "lm-dai2019-2" / "model").is_dir()
+    # Asked for again, it says what it knows.
+    again = invoke("lm", "--output", "runs/lm-dai2019", "--resume", cached=False)
+    assert again.exit_code == 0, again.output
+    assert "has ended before: done" in again.output
+
+
+def test_a_kernel_from_the_command_line(invoke, tmp_path):
+    kernel = 'RBF(2.0)*Exponential(on="position")'
+    done = invoke("lm", "--kernel", kernel, "--position", "ProductKernel()", *SMALL)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "runs" / "lm-RBF-2-0-Exponential-on-position").is_dir()
+
+
+def test_a_loss_that_is_not_finite_has_a_code(invoke):
+    done = invoke("lm", *SMALL, "--lr", "1e30", "--clip", "1e30", "--output", "run")
+    assert done.exit_code == 3
+    assert "not converged at step 2" in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--system", "bert"], "there is no system 'bert'"),
+        (["--preset", "huge"], "there is no language model preset 'huge'"),
+        (["--kernel", "__import__('os')"], "__import__"),
+        (["--time", "soon"], "time must be such as 90s"),
+        (["--option", "memory"], "an option must be NAME=VALUE"),
+        (["--resume"], "--resume needs the folder of the run"),
+        (["--data", "no/such/file.txt"], "no/such/file.txt"),
+        (["--fsdp"], "fsdp needs several processes: torchrun"),
+        (["--steps", "0"], "steps must be a whole number from 1 on"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(arguments, message, invoke):
+    done = invoke("lm", *SMALL, *arguments)
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_run_that_is_there_is_not_touched(invoke, tmp_path):
+    assert invoke("lm", *SMALL, "--output", "run").exit_code == 0
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    done = invoke("lm", *SMALL, "--output", "run")
+    assert done.exit_code == 2
+    assert "run holds a run already: continue it with --resume" in done.output
+    done = invoke("lm", "--output", "run", "--resume", "--lr", "0.5", "--keep", "7")
+    assert done.exit_code == 2
+    assert "learning_rate was 0.003, now 0.5" in done.output
+    assert "keep" not in done.output
+    done = invoke("vision", "--output", "run", "--resume")
+    assert "mercer train lm --output run --resume" in done.output
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+
+
+def test_a_full_gpu_is_said_in_one_sentence(invoke, monkeypatch):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(train, "run", fails)
+    done = invoke("lm", *SMALL)
+    assert done.exit_code == 1
+    assert "the GPU has no room for this: take more --accumulate" in done.output
