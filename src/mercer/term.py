@@ -110,6 +110,38 @@ class Apart(Factor):
         return self._row
 
 
+class Steered(Apart):
+    """Apart where every query steers its own scale, by features x and a row w of its head.
+
+    scale_i = exp(-2 (log + reach tanh(<x_i, w> / reach))), formed when somebody asks for it.
+    """
+
+    x: Tensor  # [B, H, Q, E]
+    w: Tensor  # [1 or H, E], in the accumulator's dtype
+    log: Tensor  # [1 or H], in the accumulator's dtype
+    reach: float
+    _scale: Tensor | None
+
+    def __init__(
+        self, *, q: Tensor, k: Tensor, x: Tensor, w: Tensor, log: Tensor, reach: float
+    ) -> None:
+        self.q, self.k, self.link = q, k, None
+        self.x, self.w, self.log, self.reach = x, w, log, reach
+        self._col = self._row = self._scale = None
+
+    @property
+    def per_query(self) -> bool:
+        return True
+
+    @property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        if self._scale is None:
+            steer = self.x.to(self.w.dtype) @ self.w[..., None]
+            log = self.log[:, None, None] + self.reach * torch.tanh(steer / self.reach)
+            self._scale = torch.exp(-2.0 * log)
+        return self._scale
+
+
 def half_norm(x: Tensor) -> Tensor:
     """-|x|^2 / 2 in the accumulator's dtype, [B, H, T]."""
     # The norm reads half precision and sums in float32, without a copy of x in float32.

@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
 
 # By the kernel, how many features and values there are at most, and whether operands take 4 bytes.
 SIZES: dict[tuple[str, int, bool], Sizes] = {
-    ("build", 64, False): Sizes(4, 64, 8, 3),
+    ("build", 64, False): Sizes(8, 64, 8, 3),
     ("build", 128, False): Sizes(2, 64, 8, 3),
     ("build", 64, True): Sizes(2, 32, 8, 2),
     ("build", 128, True): Sizes(1, 32, 8, 2),

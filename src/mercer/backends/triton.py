@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..links import Matern12, Matern32, Matern52, Power, Rational
-from ..term import Apart, Factor, Link, Scored, Smoothed, Term, join, repeat
+from ..term import Apart, Factor, Link, Scored, Smoothed, Steered, Term, join, repeat
 from . import Task, triton_launch, triton_plan
 from .triton_launch import add
 from .triton_plan import INTERPRETED, Inputs, Numbers, Slot, Static, parse
@@ -77,7 +77,11 @@ def run(task: Task) -> Smoothed:
     scales, rows, cols, facts = [], [], [], []
     for f in slots:
         number, mode, scale = 1.0, 0, none
-        if not isinstance(f.scale, Tensor):
+        if isinstance(f, Steered) and not torch.compiler.is_compiling():
+            by = f.x.to(task.v.dtype).expand(-1, task.heads, -1, -1)
+            scale = _Steer.apply(by, f.w.float(), f.log.float(), f.reach).expand(shape)
+            mode = 2
+        elif not isinstance(f.scale, Tensor):
             number = float(f.scale)
         elif f.scale.dim() == 4:
             mode, scale = 2, f.scale.float().expand(*shape, 1)[..., 0]
@@ -223,6 +227,22 @@ def _joined(target: Factor, f: Factor) -> Factor:
     if target.col is not None:
         col = add(col, target.col.float())
     return Factor(q=target.q, k=target.k, scale=target.scale, row=target.row, col=col)
+
+
+class _Steer(torch.autograd.Function):
+    """The scales that queries steer, in one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, log: Tensor, reach: float) -> Tensor:
+        x, w, log = triton_plan.readable_rows(x), w.contiguous(), log.contiguous()
+        ctx.save_for_backward(x, w, log)
+        ctx.reach = reach
+        return triton_launch.steer(x, w, log, reach)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return (*triton_launch.steer_backward(grad, *ctx.saved_tensors, ctx.reach), None)
 
 
 class _Fused(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..term import repeat
 from .triton_plan import (
     INTERPRETED,
-    SPLIT,
+    SPLIT_QUERIES,
     Inputs,
     Launch,
     Numbers,
@@ -69,7 +69,7 @@ def _helper(
     numbers: tuple[int | float, ...],
 ) -> None:  # fmt: skip
     """Start one of the small kernels."""
-    from . import triton_backward, triton_kernels
+    from . import triton_backward, triton_kernels, triton_numbers
 
     kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
     key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
@@ -77,7 +77,8 @@ def _helper(
     if found is None:
         if len(_helpers) > 4096:
             _helpers.clear()
-        home = triton_backward if name == "delta" else triton_kernels
+        homes = {"delta": triton_backward, "merge": triton_kernels}
+        home = homes.get(name, triton_numbers)
         found = _helpers[key] = Launch(getattr(home, name), grid, constants, {})
     found(tensors, numbers)
 
@@ -164,7 +165,7 @@ def keeps_low(static: Static, table: Tensor | None, v: Tensor) -> bool:
 def _splits(x: Inputs, static: Static) -> int:
     """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
     batch, heads, num_queries = static.shape
-    if num_queries > SPLIT[0] or static.trains or x.table is not None:
+    if num_queries > SPLIT_QUERIES or static.trains or x.table is not None:
         return 1
     wanted = 4 * processors(x.v.device) // (batch * heads)
     most = min(x.v.shape[2] // 512, wanted, 64)
@@ -313,3 +314,40 @@ def scores_backward(grad: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tens
 
 def _per_head(rows: Tensor) -> int:
     return 0 if rows.shape[0] == 1 else rows.stride(0)
+
+
+def steer(x: Tensor, w: Tensor, log: Tensor, reach: float) -> Tensor:
+    """1 / s_i^2, [B, H, T], for log s_i = log + reach tanh(<x_i, w> / reach)."""
+    batch, heads, length, width = x.shape
+    out = w.new_empty(batch, heads, length)
+    _helper(
+        "steer", (-(-length // 64), batch * heads, 1), {"WIDTH": room(width), "BM": 64},
+        (x, w, log, out), (*_steering(x, w, log), reach),
+    )  # fmt: skip
+    return out
+
+
+def steer_backward(
+    grad: Tensor, x: Tensor, w: Tensor, log: Tensor, reach: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, w and log."""
+    batch, heads, length, width = x.shape
+    parts = -(-length // PART)
+    dx = x.new_empty(x.shape)
+    dw, dlog = w.new_empty(batch, heads, parts, width), w.new_empty(batch, heads, parts)
+    _helper(
+        "steer_backward", (parts, batch * heads, 1),
+        {"WIDTH": room(width), "BM": 64, "PART": PART},
+        (x, w, log, grad.contiguous(), dx, dw, dlog), (*_steering(x, w, log), reach),
+    )  # fmt: skip
+    dw, dlog = dw.sum((0, 2)), dlog.sum((0, 2))
+    dw = dw if w.shape[0] == heads else dw.sum(0, keepdim=True)
+    return dx, dw, dlog if log.shape[0] == heads else dlog.sum(0, keepdim=True)
+
+
+def _steering(x: Tensor, w: Tensor, log: Tensor) -> tuple[int, ...]:
+    heads, length, width = x.shape[1:]
+    return (
+        heads, length, width, *strides_of(x, x.shape[0]), 0 if w.shape[0] == 1 else w.stride(0),
+        0 if log.shape[0] == 1 else 1,
+    )  # fmt: skip

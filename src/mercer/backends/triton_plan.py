@@ -299,7 +299,7 @@ def empty(like: Tensor, batch: int, heads: int, length: int, width: int, tokens:
 
 def by_tokens(x: Tensor) -> bool:
     """Whether [B, H, T, D] lies token by token in memory; a few queries are not worth it."""
-    if x.shape[1] == 1 or x.shape[2] <= SPLIT[0]:
+    if x.shape[1] == 1 or x.shape[2] <= SPLIT_QUERIES:
         return False
     # Dynamo does not compare strides that depend on a length.
     compiling = torch.compiler.is_compiling()
@@ -393,7 +393,9 @@ FALLBACKS = {
     "keyed": ("plain", "link"),
     "parts": ("plain", "link"),
 }
-SPLIT = (16, 64, 4, 3)
+# Few queries against many keys, by parts of the keys; what is wide has no room for more.
+SPLIT_QUERIES = 16
+SPLITS = {64: (16, 128, 8, 3), 128: (16, 128, 8, 3), 256: (16, 64, 4, 3)}
 
 
 def _bucket(p: Plan) -> int:
@@ -413,6 +415,8 @@ def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
     if needs == "plain" and c["HAS_COL0"]:
         needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = _bucket(p)
+    if kind == "split":
+        return SPLITS.get(bucket, (SPLIT_QUERIES, 32, 4, 2))
     for name in (needs, *FALLBACKS.get(needs, ("link",))):
         if (kind, bucket, name) in SIZES:
             return SIZES[kind, bucket, name]
@@ -430,7 +434,7 @@ def launch_of(
         return found
     from . import triton_backward, triton_kernels
 
-    bm, bn, warps, stages = SPLIT if parts > 1 else _sizes(kind, p)
+    bm, bn, warps, stages = _sizes("split" if parts > 1 else kind, p)
     slots = p.static.slots
     two = len(slots) == 2
     q0, q1, k0, k1, v = p.aligned

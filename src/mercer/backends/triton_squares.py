@@ -337,8 +337,9 @@ def _values(acc, x, column, t, tx, state, width, D: tl.constexpr, V: tl.constexp
         d = tl.arange(0, D)
         twice = x * tl.where(d < D // 2, 1.0, 2.0)[None, :].to(x.dtype)
         acc = _read(
-            acc, twice, column, t, tx, state, 0, D // 2, V, 1, D * V, D, V, KIND, PAIR, STAGES
-        )
+            acc, twice, column, t, tx, state, 0, tl.minimum(D // 2, width), V, 1, D * V, D, V, KIND,
+            PAIR, STAGES,
+        )  # fmt: skip
         b = D // 2 + tl.arange(0, D // 2)
         late = _wide(tl.trans(tl.load(column + b[:, None] * tx + t[None, :])), KIND)
         acc = _read(

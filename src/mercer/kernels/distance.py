@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..features import Input
 from ..links import Matern12, Matern32, Matern52, Rational
-from ..term import Apart, Link, Term, accumulator
+from ..term import Apart, Link, Steered, Term, accumulator
 from .base import Kernel
 
 Bandwidth = float | Sequence[float] | Tensor | None
@@ -56,17 +56,22 @@ class Distance(Kernel):
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s^2, [H or 1, 1, 1]."""
+        log = self._checked(x).reshape(-1, 1, 1)
+        return torch.rsub(log, -2.0 * self._offset(x), alpha=2).exp()
+
+    def _checked(self, x: Tensor) -> Tensor:
+        """The parameter, for features of as many heads."""
         log = self.log_bandwidth.to(accumulator(x.dtype))
         if log.dim() and log.numel() != 1 and log.numel() != x.shape[1]:
             raise ValueError(
                 f"the kernel has bandwidths for {log.numel()} heads, "
                 f"but the queries have {x.shape[1]}"
             )
-        log = log.reshape(-1, 1, 1)
-        if self.relative_to_default:
-            default = math.log(_default(x.shape[-1]))
-            return torch.rsub(log, -2.0 * default, alpha=2).exp()
-        return (-2.0 * log).exp()
+        return log
+
+    def _offset(self, x: Tensor) -> float:
+        """log s where the parameter is zero."""
+        return math.log(_default(x.shape[-1])) if self.relative_to_default else 0.0
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = self.select(q, k)
@@ -179,15 +184,20 @@ class AdaptiveRBF(Distance):
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s_i^2, [B, H, Q, 1]."""
-        if x.shape[-1] != self.weight.shape[-1]:
+        return self._apart(x, x).scale
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        return (Term(factors=(self._apart(*self.select(q, k)),)),)
+
+    def _apart(self, q: Tensor, k: Tensor) -> Steered:
+        if q.shape[-1] != self.weight.shape[-1]:
             raise ValueError(
                 f"AdaptiveRBF was made for {self.weight.shape[-1]} features, "
-                f"but the queries have {x.shape[-1]}"
+                f"but the queries have {q.shape[-1]}"
             )
-        w = self.weight.to(accumulator(x.dtype))[..., None]
-        steer = x.to(w.dtype) @ w
-        steer = self.reach * torch.tanh(steer / self.reach)
-        return super().precision(x) * torch.exp(-2 * steer)
+        log = self._checked(q).reshape(-1) + self._offset(q)
+        w = self.weight.to(accumulator(q.dtype))
+        return Steered(q=q, k=k, x=q, w=w, log=log, reach=self.reach)
 
     def written_with(self, r: str, s: str) -> str:
         return f"exp(-{r}^2 / 2 s(q)^2)"

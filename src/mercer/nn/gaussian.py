@@ -20,7 +20,7 @@ from ..kernels import Kernel
 from ..kernels.distance import Bandwidth, read_bandwidth, squared_distance
 from ..problem import check_options
 from ..smoother import smooth
-from ..term import Apart, Term, accumulator
+from ..term import Apart, Steered, Term, accumulator
 from .attention import check_sizes
 from .cache import Cache, SegmentMemory
 from .positions import Rotary, place
@@ -211,13 +211,16 @@ class GaussianAttention(nn.Module):
 
     def log_scale(self, q: Features) -> Tensor:
         """log s, [H, 1, 1]; with `adaptive` one for each query, [B, H, Q, 1]."""
+        if self.adaptive:
+            return -0.5 * torch.log(self.steered(q, q.part("content")).scale)
+        return self._log_bandwidth(accumulator(q.part("content").dtype))[:, None, None]
+
+    def steered(self, q: Features, k: Tensor) -> Steered:
+        """The distance of queries that steer their bandwidths."""
         x = q.part("bare" if "bare" in q else "content")
         wide = accumulator(x.dtype)
-        log = self._log_bandwidth(wide)[:, None, None]
-        if not self.adaptive:
-            return log
-        steer = x.to(wide) @ self.steering.to(wide)[..., None]
-        return log + ADAPTIVE_REACH * torch.tanh(steer / ADAPTIVE_REACH)
+        log, w = self._log_bandwidth(wide), self.steering.to(wide)
+        return Steered(q=q.part("content"), k=k, x=x, w=w, log=log, reach=ADAPTIVE_REACH)
 
     def _log_bandwidth(self, dtype: torch.dtype) -> Tensor:
         """log s, [H]: the parameter itself up to half of the bounds, then bent toward them."""
@@ -271,8 +274,11 @@ class _LayerRBF(Kernel):
         return -0.5 * self.precision(q) * squared_distance(*self.select(q, k))
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        x, y = self.select(q, k)
-        return (Term(factors=(Apart(q=x, k=y, scale=self.precision(q)),)),)
+        (x, y), layer = self.select(q, k), self._layer[0]
+        factor = (
+            Apart(q=x, k=y, scale=self.precision(q)) if not layer.adaptive else layer.steered(q, y)
+        )
+        return (Term(factors=(factor,)),)
 
     @property
     def formula(self) -> str:

@@ -1,0 +1,198 @@
+"""Numbers per key and per query that the fused kernels read, each formed in one pass.
+
+Norms of distances, numbers as columns of a product, scores of a table's rows, and the bandwidths
+that queries steer, with their gradients. Sums over places are taken part by part, without atomics.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_kernels import COLUMNS, _rows, _scale
+
+
+@triton.jit
+def _split(x, target, n, inside):
+    """Store numbers as COLUMNS columns of half precision that add up to them."""
+    e = tl.arange(0, COLUMNS)[None, :]
+    dtype = target.dtype.element_ty
+    high = x.to(dtype).to(tl.float32)
+    middle = (x - high).to(dtype).to(tl.float32)
+    low = x - high - middle
+    parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
+    parts = tl.where(e < 3, parts, 0.0)
+    tl.store(target + n[:, None] * COLUMNS + e, parts.to(dtype), mask=inside[:, None])
+
+
+@triton.jit
+def half_norms(
+    X, S, OUT, SPLIT_OUT, number, stride, num_heads, length, width, sxb, sxh, sxt,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """-|x|^2 / 2 of every place, times a scale; NaN where x is not finite."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = n < length
+    x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True).to(tl.float32)
+    x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+    line = bh.to(tl.int64) * length
+    norm = -0.5 * tl.sum(x * x, 1) * _scale(S, number, stride, h, line, n, inside, MODE)
+    tl.store(OUT + line + n, norm, mask=inside)
+    if SPLIT:
+        _split(norm, SPLIT_OUT, line + n, inside)
+
+
+@triton.jit
+def split_columns(COL, OUT, count, BM: tl.constexpr):
+    """Numbers as columns, [count, COLUMNS]."""
+    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    _split(tl.load(COL + n, mask=n < count, other=0.0), OUT, n, n < count)
+
+
+@triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """x as the sum of two of this dtype; float32 as it is, and zero."""
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def scores(
+    X, ROWS, OUT, num_heads, length, count, width, sxb, sxh, sxt, srh,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """<x_i, row_r> in float32 for all rows, [B, H, T, count]."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
+    rows = _rows(ROWS + h * srh, width, r, width, WIDTH, count, True)
+    high, low = _halves(rows, x.dtype)
+    out = tl.dot(x, tl.trans(high), input_precision=PRECISION)
+    out = tl.dot(x, tl.trans(low), out, input_precision=PRECISION)
+    target = OUT + (bh.to(tl.int64) * length + n[:, None]) * count + r[None, :]
+    tl.store(target, out, mask=(n < length)[:, None] & (r < count)[None, :])
+
+
+@triton.jit
+def scores_to_queries(
+    GRAD, ROWS, DX, num_heads, length, count, width, srh,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """sum_r dscore_ir row_r."""
+    bh = tl.program_id(1)
+    h = (bh % num_heads).to(tl.int64)
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    acc = tl.zeros((BM, WIDTH), tl.float32)
+    line = bh.to(tl.int64) * length
+    for start in tl.range(0, count, BR):
+        r = start + tl.arange(0, BR)
+        mask = (n < length)[:, None] & (r < count)[None, :]
+        grad = tl.load(GRAD + (line + n[:, None]) * count + r[None, :], mask=mask, other=0.0)
+        rows = _rows(ROWS + h * srh, width, r, width, WIDTH, count, True)
+        if HALF:
+            gh, gl = _halves(grad, tl.bfloat16)
+            rh, rl = _halves(rows, tl.bfloat16)
+            acc = tl.dot(gh, rh, acc)
+            acc = tl.dot(gh, rl, acc)
+            acc = tl.dot(gl, rh, acc)
+        else:
+            acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
+    e = tl.arange(0, WIDTH)
+    target = DX + (line + n[:, None]) * width + e[None, :]
+    mask = (n < length)[:, None] & (e < width)[None, :]
+    tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scores_to_rows(
+    X, GRAD, DROWS, num_heads, length, count, width, sxb, sxh, sxt,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sum_i dscore_ir x_i over a part of the places, [B H, parts, count, width]."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    acc = tl.zeros((BR, WIDTH), tl.float32)
+    line = bh.to(tl.int64) * length
+    first = tl.program_id(0) * PART
+    for start in tl.range(first, tl.minimum(first + PART, length), BM):
+        n = start + tl.arange(0, BM)
+        mask = (r < count)[:, None] & (n < length)[None, :]
+        grad = tl.load(GRAD + (line + n[None, :]) * count + r[:, None], mask=mask, other=0.0)
+        x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
+        high, low = _halves(grad, x.dtype)
+        acc = tl.dot(high, x, acc, input_precision=PRECISION)
+        acc = tl.dot(low, x, acc, input_precision=PRECISION)
+    e = tl.arange(0, WIDTH)
+    parts = bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    target = DROWS + (parts * count + r[:, None]) * width + e[None, :]
+    tl.store(target, acc, mask=(r < count)[:, None] & (e < width)[None, :])
+
+
+@triton.jit
+def _tanh(x):
+    """Odd, and without overflow."""
+    small = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _steered(
+    X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH: tl.constexpr
+):
+    """(x, w, tanh, precision): 1 / s_i^2 for log s_i = log s + reach tanh(<x_i, w> / reach)."""
+    e = tl.arange(0, WIDTH)
+    x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True).to(tl.float32)
+    w = tl.load(W + h * swh + e, mask=e < width, other=0.0)
+    bend = _tanh(tl.sum(x * w[None, :], 1) / reach)
+    return x, w, bend, tl.exp(-2.0 * (tl.load(LOG + h * slh) + reach * bend))
+
+
+@triton.jit
+def steer(
+    X, W, LOG, OUT, num_heads, length, width, sxb, sxh, sxt, swh, slh, reach,
+    WIDTH: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The precision of every query, [B, H, T]."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    _, _, _, precision = _steered(
+        X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH
+    )
+    tl.store(OUT + bh.to(tl.int64) * length + n, precision, mask=n < length)
+
+
+@triton.jit
+def steer_backward(
+    X, W, LOG, GRAD, DX, DW, DLOG, num_heads, length, width, sxb, sxh, sxt, swh, slh, reach,
+    WIDTH: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """dx, and over a part of the places dw and dlog: [B H, parts, width] and [B H, parts]."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    e = tl.arange(0, WIDTH)
+    line = bh.to(tl.int64) * length
+    dw = tl.zeros((WIDTH,), tl.float32)
+    dlog = tl.zeros((BM,), tl.float32)
+    first = tl.program_id(0) * PART
+    for start in tl.range(first, tl.minimum(first + PART, length), BM):
+        n = start + tl.arange(0, BM)
+        x, w, bend, precision = _steered(
+            X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH
+        )
+        moved = -2.0 * precision * tl.load(GRAD + line + n, mask=n < length, other=0.0)
+        score = moved * (1.0 - bend * bend)
+        dlog += moved
+        dw += tl.sum(score[:, None] * x, 0)
+        target = DX + (line + n[:, None]) * width + e[None, :]
+        mask = (n < length)[:, None] & (e < width)[None, :]
+        tl.store(target, (score[:, None] * w[None, :]).to(DX.dtype.element_ty), mask=mask)
+    part = bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(DW + part * width + e, dw, mask=e < width)
+    tl.store(DLOG + part, tl.sum(dlog, 0))
