@@ -181,7 +181,7 @@ def _reopen(path: Path) -> Stored:
 def _find(path: Path) -> Stored | None:
     try:
         return read(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, IndexError, KeyError) as error:
         log.warning("the cache %s cannot be used (%s): it is built again", path, error)

@@ -16,7 +16,7 @@ def need(name: str, extra: str = "train") -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = name.partition(".")[0]
-        if error.name != missing:
+        if error.name not in (missing, name):
             raise
         message = f"mercer.data needs {missing} for this: pip install 'mercer[{extra}]'"
         raise ModuleNotFoundError(message, name=missing) from None
