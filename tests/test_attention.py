@@ -528,3 +528,66 @@ def test_a_segment_memory_is_refused_in_cross_attention():
 def test_a_filter_of_another_type_raises(cache):
     with pytest.raises(ValueError, match="filter must be a Filter, but came as str"):
         make()(draw(), filter="causal", cache=None if cache is None else cache())
+
+
+@pytest.mark.parametrize("position", ["none", "rotary", "lookup", "grid"])
+def test_normalized_queries_and_keys_have_root_mean_square_one(position):
+    a, x = make(position=POSITIONS[position](), normalize=True), draw()
+    q, k, v, _ = a.parts(x)
+    for features in (q, k):
+        square = features.part("content").square().mean(-1)
+        torch.testing.assert_close(square, torch.ones_like(square), rtol=1e-5, atol=1e-5)
+    plain = mn.KernelAttention(WIDTH, HEADS, position=POSITIONS[position]()).double()
+    plain.load_state_dict(a.state_dict())
+    torch.testing.assert_close(plain.parts(x)[2], v)
+    content = plain.parts(x)[0].part("content")
+    torch.testing.assert_close(F.rms_norm(content, (DIM,)), q.part("content"))
+
+
+def test_value_embeddings_are_added_to_the_values():
+    a, x, ids = make(value_vocab=11, filter=mc.Causal()), draw(), torch.randint(11, (BATCH, LENGTH))
+    plain = a.parts(x)[2]
+    with_tokens = a.parts(x, token_ids=ids)[2]
+    added = a.value_embedding(ids).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+    torch.testing.assert_close(with_tokens, plain + added)
+    whole = a(x, token_ids=ids)
+    for cache in (mn.Cache(), mn.SegmentMemory(LENGTH)):
+        steps = [
+            a(x[:, t : t + 1], token_ids=ids[:, t : t + 1], cache=cache) for t in range(LENGTH)
+        ]
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=TOLERANCE, atol=TOLERANCE)
+    with pytest.raises(ValueError, match="has value embeddings and needs token_ids"):
+        a(x)
+    with pytest.raises(ValueError, match="value_vocab must be at least 1"):
+        make(value_vocab=0)
+
+
+@pytest.mark.parametrize("value", ["content", "content+position"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_an_offset_moves_the_places_of_a_sequence(position, value):
+    """Two places of padding before a sequence, hidden, give what the sequence gives alone."""
+    if position == "none" and value == "content+position":
+        pytest.skip("it has nothing to add")
+    a, x = make(position=POSITIONS[position](), value=value, filter=mc.Causal()), draw()
+    padded = torch.cat([draw(2), x[:, : LENGTH - 2]], 1)
+    ids = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    ids[:, :2] = 0
+    filter, offset = mc.Causal() & mc.Documents(ids), torch.full((BATCH,), 2)
+    alone = a(x[:, : LENGTH - 2])
+    together = a(padded, filter=filter, offset=offset)[:, 2:]
+    torch.testing.assert_close(together, alone, rtol=TOLERANCE, atol=TOLERANCE)
+    cache = mn.Cache()
+    steps = [
+        a(padded[:, t : t + 1], filter=mc.Causal() & mc.Documents(ids[:, : t + 1]), offset=offset,
+          cache=cache)
+        for t in range(LENGTH)
+    ]  # fmt: skip
+    torch.testing.assert_close(torch.cat(steps, 1)[:, 2:], alone, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_an_offset_is_for_self_attention_without_memory():
+    a, x, offset = make(), draw(), torch.zeros(BATCH, dtype=torch.long)
+    with pytest.raises(ValueError, match="offset is for self-attention"):
+        a(x, draw(5), offset=offset)
+    with pytest.raises(ValueError, match="takes no offset"):
+        a(x, cache=mn.SegmentMemory(4), offset=offset)

@@ -44,7 +44,7 @@ def spread(parts: Mapping[str, Any], num_layers: int, what: str = "") -> list[Pa
     unknown = sorted(set(parts) - set(PARTS))
     if unknown:
         raise ValueError(
-            f"{what or 'attention'} has no part {unknown[0]!r}; its parts are: {', '.join(PARTS)}"
+            f"{what or 'attention '}has no part {unknown[0]!r}; its parts are: {', '.join(PARTS)}"
         )
     each: list[dict[str, Any]] = [{} for _ in range(num_layers)]
     for name, given in parts.items():

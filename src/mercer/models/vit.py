@@ -66,7 +66,9 @@ class KernelViT(KernelModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self and self.class_token is not None:
-            init.normal_(self.class_token, std=0.02)
+            # Of the size of the patches, so that a norm before the first layer bends neither.
+            std = self.config.initializer_range
+            init.normal_(self.class_token, std=1.0 if std is None else std)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
