@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import __version__, bench, systems
+from . import __version__, bench, systems, train_commands
 from .bench import DTYPES
 from .dispatch import NAMES
+from .study_commands import run_study
 
 app = typer.Typer(
-    help="Attention as a kernel smoother: the systems of the papers, and how each one runs.",
+    help="Attention as a kernel smoother: see its systems, train them, compare them, time them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -168,6 +169,10 @@ def run_bench(
     except ValueError as error:
         _fail(str(error))
     raise typer.Exit(code)
+
+
+app.add_typer(train_commands.app, name="train")
+app.command("study")(run_study)
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
