@@ -91,10 +91,11 @@ def compare(given, what="", **options):
     for name, x in want.items():
         error = (got[name].double() - x).norm().item()
         plain = (usual[name].double() - x).norm().item()
-        # Flash attention rounds its output and its gradients before the rest is added to them.
+        # Flash attention rounds its output and its gradients before the rest is added to them; a
+        # gradient that is zero is a difference of numbers of size one.
         eps = torch.finfo(DTYPE).eps
-        budget = 2 * plain + (2 if CUDA else 8) * eps * x.norm().item()
-        assert error <= budget + 1e-30, f"{what} {name}: off by {error:.1e}, above {budget:.1e}"
+        budget = 2 * plain + eps * (2 * x.norm().item() + 4 * x.numel() ** 0.5)
+        assert error <= budget, f"{what} {name}: off by {error:.1e}, above {budget:.1e}"
 
 
 @pytest.mark.parametrize("normalize", [None, 0.4], ids=["free", "softmax"])

@@ -2,13 +2,14 @@
 
 import copy
 import io
+import sys
 
 import pytest
 import torch
 
 import mercer as mc
 from mercer import nn as mn
-from mercer.taps import BOUNDARIES
+from mercer.taps import BOUNDARIES, convolve
 
 BATCH, LENGTH, WIDTH, HEADS, VOCAB = 2, 9, 16, 2, 11
 CHUNKS = {"steps": (1,) * 9, "prefill": (4, 1, 3, 1), "growing": (1, 2, 6)}
@@ -187,6 +188,25 @@ def test_a_cropped_or_reordered_cache_goes_on_as_if_it_had_always_been_so(bounda
     mixed, tokens = mixed[order], tokens[order]
     got = decode(layer, mixed[:, 7:], tokens[:, 7:], (1, 1), cache)
     close(got, layer(mixed, token_ids=tokens)[:, 7:])
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_a_step_convolves_new_keys_only(boundary, monkeypatch):
+    layer, lengths = make(mn.TokenKernels(VOCAB, 5, on="kv", boundary=boundary)), []
+
+    def watched(x, *args):
+        lengths.append(x.shape[2])
+        return convolve(x, *args)
+
+    monkeypatch.setattr(sys.modules["mercer.vicinity"], "convolve", watched)
+    x, ids = draw(60)
+    cache = mn.Cache()
+    layer(x[:, :50], token_ids=ids[:, :50], cache=cache)
+    layer(x[:, 50:51], token_ids=ids[:, 50:51], cache=cache)
+    lengths.clear()
+    rest = decode(layer, x[:, 51:], ids[:, 51:], (1, 1, 3, 1, 1, 1, 1), cache)
+    assert max(lengths) <= 2 * 4 + 3
+    close(rest, layer(x, token_ids=ids)[:, 51:])
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)

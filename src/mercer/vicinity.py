@@ -24,6 +24,7 @@ function around flash attention, see backends/fused_taps.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, overload
 
@@ -136,6 +137,80 @@ def refuses_fused(
     return fused_taps.refuses(q.part("content"), k.part("content"), v)
 
 
+class Convolved:
+    """Keys and values of a cache by their whole kernels: those whose neighbours are all there."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None  # [B, H, n, D], None without kernels on keys
+        self.values: Tensor | None = None
+        self.length = 0
+        self.ahead = 0  # how far after a key its last tap reads
+
+    def extend(self, recent: Vicinity, length: int) -> None:
+        """Convolve as many as `length`; `recent` has the keys that are needed for the new ones."""
+        self.ahead = recent.problem.k.length + recent.first - length
+        if length <= self.length:
+            return
+        seen = recent.seen(None)
+        new = slice(self.length - recent.first, length - recent.first)
+        if recent.key_taps is not None:
+            self.keys = _join(self.keys, seen.k.part("content")[:, :, new])
+        if recent.value_taps is not None:
+            self.values = _join(self.values, seen.v[:, :, new])
+        self.length = length
+
+    def crop(self, length: int) -> None:
+        """Forget those that read beyond the first keys."""
+        self.length = max(0, min(self.length, length - self.ahead))
+        keep = slice(None, self.length)
+        self.keys = None if self.keys is None else self.keys[:, :, keep]
+        self.values = None if self.values is None else self.values[:, :, keep]
+
+    def reorder(self, index: Tensor) -> None:
+        self.keys = None if self.keys is None else self.keys[index]
+        self.values = None if self.values is None else self.values[index]
+
+
+def _join(before: Tensor | None, x: Tensor) -> Tensor:
+    return x if before is None else torch.cat([before, x], 2)
+
+
+def continue_vicinity(
+    q: Features,
+    k: Features,
+    v: Tensor,
+    *,
+    ready: Convolved,
+    taps: Callable[[int], tuple[Tensor | None, Tensor | None]],
+    size: int,
+    normalize: float | None,
+    boundary: Boundary,
+    kernel: Kernel,
+    filter: Filter,
+    backend: str,
+) -> Tensor | None:
+    """What `vicinity` gives for the last queries, without convolving again what `ready` holds.
+
+    `taps` gives the taps of all keys from a place on. None where the filter or the kernel have to
+    know all keys as they came.
+    """
+    problem = prepare(kernel, q, k, v, filter, 0.0, False, backend)
+    q, k, v, filter = problem.q, problem.k, problem.v, problem.filter
+    count = num_cut(boundary, filter, size)
+    whole = Vicinity(problem, None, None, normalize, boundary)
+    if not filter.causal or backend == "reference" or whole.moved(count) is None:
+        return None
+    start = max(ready.length - size // 2, 0)
+    recent = replace(problem, k=_slice(k, slice(start, None)), v=v[:, :, start:])
+    key_taps, value_taps = taps(start)
+    part = Vicinity(recent, key_taps, value_taps, normalize, boundary, start)
+    lowers = bool(kernel.terms(_slice(q, slice(0, 1)), _slice(k, slice(0, 1))))
+    if not lowers or joined(filter, start, recent.k.length, size // 2, v.device) is not None:
+        return None
+    with torch.autocast(v.device.type, enabled=False):
+        return whole.continued(ready, part, count, backend).out
+
+
 @dataclass(frozen=True)
 class Vicinity:
     """A checked call."""
@@ -223,30 +298,51 @@ class Vicinity:
     def far(self, count: int, backend: str) -> Smoothed:
         """All keys but the nearest, whose kernels are whole."""
         whole = replace(self.seen(None), log_mass=True)
-        num_queries, num_keys = whole.q.length, whole.k.length
-        moved = None
-        if not whole.kernel.relative:
-            simple = whole.filter.simplify(num_queries, num_keys)
-            moved = _moved(simple, count, num_queries, num_keys)
+        moved = self.moved(count)
         if moved is None:
             return solve(replace(whole, filter=whole.filter & Earlier(count)), backend)
+        first = slice(None, whole.k.length - count)
+        short = replace(whole, k=_slice(whole.k, first), v=whole.v[:, :, first], filter=moved)
+        return self.before(short, count, backend)
+
+    def moved(self, count: int) -> Filter | None:
+        """The filter without the nearest keys, whose queries stand beside the last they see."""
+        whole = self.problem
+        if whole.kernel.relative:
+            return None
+        num_queries, num_keys = whole.q.length, whole.k.length
+        return _moved(whole.filter.simplify(num_queries, num_keys), count, num_queries, num_keys)
+
+    def before(self, short: Problem, count: int, backend: str) -> Smoothed:
+        """The smoother of all keys but the last; the first queries may see none of them."""
         # Without the last keys, a query stands beside the last one that it sees: causal again,
         # which more backends know than a gap.
-        blind = count if num_queries == num_keys else 0
-        short = replace(
-            whole,
-            q=_slice(whole.q, slice(blind, None)),
-            k=_slice(whole.k, slice(None, num_keys - count)),
-            v=whole.v[:, :, : num_keys - count],
-            filter=moved,
-        )
-        out, log_mass, sign = solve(short, backend)
+        blind = max(0, short.q.length - short.k.length)
+        out, log_mass, sign = solve(replace(short, q=_slice(short.q, slice(blind, None))), backend)
         assert log_mass is not None
         return Smoothed(
             F.pad(out, (0, 0, blind, 0)),
             F.pad(log_mass, (blind, 0), value=-math.inf),
             None if sign is None else F.pad(sign, (blind, 0), value=1.0),
         )
+
+    def continued(self, ready: Convolved, recent: Vicinity, count: int, backend: str) -> Smoothed:
+        """The same, of which the first keys are convolved already, and `recent` has the others."""
+        ready.extend(recent, self.problem.k.length - count)
+        k, v = self.problem.k, self.problem.v
+        first = slice(None, ready.length)
+        k = _slice(k, first)
+        if ready.keys is not None:
+            k = Features(**dict(k.items()) | {"content": ready.keys})
+        v = v[:, :, first] if ready.values is None else ready.values
+        filter = self.moved(count)
+        assert filter is not None
+        short = replace(self.problem, k=k, v=v, filter=filter, log_mass=count > 0)
+        if not count:
+            return solve(short, backend)
+        near = recent.near(count)
+        assert near is not None
+        return mix([self.before(short, count, backend), near])
 
     def last(self, count: int) -> Vicinity:
         """The same call with the last keys only."""
@@ -259,15 +355,16 @@ class Vicinity:
             ),
             key_taps=None if self.key_taps is None else self.key_taps[:, kept],
             value_taps=None if self.value_taps is None else self.value_taps[:, kept],
-            first=first,
+            first=self.first + first,
         )
 
     def near(self, count: int) -> Smoothed | None:
         """The `count` nearest keys of each query; None if the kernel has no lowering."""
         whole, call = self.problem, self.last(self.problem.q.length + 2 * count)
-        num_queries, start = whole.q.length, whole.k.length - whole.q.length
+        num_queries = whole.q.length
+        start = self.first + whole.k.length - num_queries
         filter, device = whole.filter, whole.v.device
-        places = torch.arange(start, whole.k.length, device=device)
+        places = torch.arange(start, start + num_queries, device=device)
         b = torch.arange(filter.batch or 1, device=device)[:, None, None]
         columns: list[Column] = []
         for away in range(count):

@@ -16,7 +16,7 @@ from ..filters import Filter, Full
 from ..kernels import Exponential, Kernel
 from ..problem import check_options
 from ..smoother import smooth
-from ..vicinity import num_cut, vicinity
+from ..vicinity import continue_vicinity, num_cut, vicinity
 from .cache import Cache, SegmentMemory
 from .positions import Position, place
 from .tokens import TokenKernels
@@ -165,23 +165,54 @@ class KernelAttention(nn.Module):
                 self.joined_kernel, q, k, v, filter=seen, backend=self.backend, dropout_p=dropout_p
             )
         else:
-            if isinstance(cache, Cache) and context is None:
-                token_ids = cache.extend_ids(token_ids)
-            taps = tokens(token_ids, self.layer)
-            out = vicinity(
+            held = cache if isinstance(cache, Cache) and context is None else None
+            if held is not None:
+                token_ids = held.extend_ids(token_ids)
+            out = self._vicinity(tokens, token_ids, q, k, v, seen, held)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def _vicinity(
+        self,
+        tokens: TokenKernels,
+        token_ids: Tensor,
+        q: Features,
+        k: Features,
+        v: Tensor,
+        filter: Filter,
+        cache: Cache | None,
+    ) -> Tensor:
+        """Attention to what the kernels of all tokens so far make of keys and values."""
+        dropout_p = self.dropout if self.training else 0.0
+        if cache is not None and q.length < k.length and not dropout_p:
+            out = continue_vicinity(
                 q,
                 k,
                 v,
-                key_taps=taps.keys,
-                value_taps=taps.values,
+                ready=cache.convolved,
+                taps=lambda start: tokens.taps(token_ids[:, start:], self.layer),
+                size=tokens.size,
                 normalize=tokens.temperature,
                 boundary=tokens.boundary,
                 kernel=self.joined_kernel,
-                filter=seen,
+                filter=filter,
                 backend=self.backend,
-                dropout_p=dropout_p,
             )
-        return self.out(out.transpose(1, 2).flatten(2))
+            if out is not None:
+                return out
+        taps = tokens.taps(token_ids, self.layer)
+        return vicinity(
+            q,
+            k,
+            v,
+            key_taps=taps.keys,
+            value_taps=taps.values,
+            normalize=tokens.temperature,
+            boundary=tokens.boundary,
+            kernel=self.joined_kernel,
+            filter=filter,
+            backend=self.backend,
+            dropout_p=dropout_p,
+        )
 
     @property
     def has_token_kernels(self) -> bool:

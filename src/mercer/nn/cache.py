@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..features import Features
+from ..vicinity import Convolved
 
 
 class Cache:
@@ -19,8 +20,10 @@ class Cache:
     def __init__(self) -> None:
         self._keys: dict[str, Tensor] = {}
         self._values: Tensor | None = None
-        # Token kernels mix a key with those after it: keys are kept as they came, with their ids.
+        # Token kernels mix a key with those after it: keys are kept as they came, with their ids,
+        # and beside them those that no new key changes any more.
         self._token_ids: Tensor | None = None  # [B, K]
+        self.convolved = Convolved()
         self.start = 0
         self.asked: int | None = None
 
@@ -37,8 +40,8 @@ class Cache:
     @property
     def size(self) -> int:
         """How many numbers it holds."""
-        held = list(self._keys.values()) + ([] if self._values is None else [self._values])
-        return sum(x.numel() for x in held)
+        held = [*self._keys.values(), self._values, self.convolved.keys, self.convolved.values]
+        return sum(x.numel() for x in held if x is not None)
 
     @property
     def keys(self) -> Features:
@@ -94,6 +97,7 @@ class Cache:
             self._keys = {name: x[:, :, :length] for name, x in self._keys.items()}
             self._values = self._values[:, :, :length]
             self._token_ids = None if self._token_ids is None else self._token_ids[:, :length]
+            self.convolved.crop(length)
 
     def reorder(self, index: Tensor) -> None:
         """Keep these sequences in this order, as beam search asks."""
@@ -103,6 +107,7 @@ class Cache:
             self._keys = {n: x[index] if x.shape[0] == count else x for n, x in self._keys.items()}
             self._values = self._values[index]
             self._token_ids = None if self._token_ids is None else self._token_ids[index]
+            self.convolved.reorder(index)
 
 
 def _after(before: Tensor, x: Tensor) -> Tensor:

@@ -83,9 +83,13 @@ class TokenKernels(nn.Module):
 
     def forward(self, token_ids: Tensor, layer: int = 0) -> Taps:
         """The taps of these tokens, before the softmax."""
+        self.check(token_ids)
+        return self.taps(token_ids, layer)
+
+    def taps(self, token_ids: Tensor, layer: int = 0) -> Taps:
+        """The same of ids that are known to have kernels."""
         if not self.acts_on(layer):
             return Taps(None, None)
-        self.check(token_ids)
         # A view has a gradient that needs no copy.
         one = self.weight.shape[1] == 1
         table = self.weight.squeeze(1) if one else self.weight[:, layer]  # [V, targets, H or 1, S]
