@@ -35,7 +35,8 @@ def draw_curves(study: Study, rows: Sequence[Row], path: Path) -> Path | None:
         )
         try:
             for n, row in drawn:
-                _draw_line(left, row, *_look(n))
+                # Later lines are thinner: one that lies under another still shows.
+                _draw_line(left, row, *_look(n), width=3.0 - 1.8 * n / len(rows))
             _finish_lines(left, study, drawn)
             _draw_ends(right, study, rows)
             figure.suptitle(study.title or study.name, x=0.01, ha="left", fontweight="bold")
@@ -75,7 +76,7 @@ def _curve(row: Row) -> dict[int, list[float]]:
     return dict(sorted(points.items()))
 
 
-def _draw_line(axes: Any, row: Row, colour: str, marker: str) -> None:
+def _draw_line(axes: Any, row: Row, colour: str, marker: str, *, width: float) -> None:
     points = _curve(row)
     steps = list(points)
     means = [sum(values) / len(values) for values in points.values()]
@@ -84,7 +85,13 @@ def _draw_line(axes: Any, row: Row, colour: str, marker: str) -> None:
         color=colour, alpha=0.18, linewidth=0,
     )  # fmt: skip
     axes.plot(
-        steps, means, color=colour, marker=marker, markersize=4, linewidth=1.6, label=row.variant
+        steps,
+        means,
+        color=colour,
+        marker=marker,
+        markersize=2.5 + width,
+        linewidth=width,
+        label=row.variant,
     )
     if row.diverged:
         axes.plot(steps[-1], means[-1], marker="x", color=colour, markersize=9, markeredgewidth=2)
