@@ -95,6 +95,8 @@ def run(
         # Under the screen still: drawing takes a moment.
         screen.update(rows(study, ledger.read().values(), seeds))
         outcome.rows, outcome.notes, outcome.files = look_up(study, folder, seeds)
+        there = ledger.read()
+        outcome.elsewhere = [job for job in outcome.elsewhere if job.key not in there]
     outcome.seconds = time.monotonic() - begun
     return outcome
 

@@ -54,10 +54,10 @@ def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, lo
         console.print("The same command tries what failed again.")
         return
     if outcome.missing:
-        console.print(
-            f"{_missing(outcome)} to go, in other hands: run the other shards into this folder, or "
-            "copy their results*.jsonl here. The table of all of them:"
-        )
+        todo = "run the other shards into this folder, or copy their results*.jsonl here"
+        if len(outcome.elsewhere) == outcome.missing:
+            todo = "wait for that one"
+        console.print(f"{_missing(outcome)} to go: {todo}. The table of all of them:")
         console.print(f"  [bold]{escape(look)}[/]", soft_wrap=True)
         return
     console.print(f"done in {clock(outcome.seconds)}")
