@@ -141,6 +141,19 @@ def test_the_parts_of_a_step_add_up(small):
         assert parts == pytest.approx(whole, abs=1e-5)
 
 
+def test_a_compiled_run_is_the_same_run(small, monkeypatch):
+    """Captured by dynamo and run as it is: what inductor makes of it is not ours to test."""
+    compile = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: compile(self, backend="eager", **how)
+    )
+    settings = {**small, "steps": 2, "log_every": 1}
+    plain = run(Settings(**settings))
+    compiled = run(Settings(**settings, compile=True))
+    assert losses(compiled) == pytest.approx(losses(plain), abs=1e-5)
+    assert compiled.metrics["eval_loss"] == pytest.approx(plain.metrics["eval_loss"], abs=1e-5)
+
+
 def test_time_ends_a_run(small):
     settings = Settings(**{**small, "steps": None}, time=0.3, log_every=1)
     result = run(settings)

@@ -272,6 +272,9 @@ def _train(task: str, given: dict[str, Any]) -> None:
         _fail(str(error))
     except KeyboardInterrupt:
         _fail("stopped at once; the last checkpoint stands", code=130)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     _report(console, task, settings, result)
 
 
@@ -279,7 +282,7 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
     """What was asked for; when a run goes on, on top of what its folder says."""
     from .train import Settings, read_time
 
-    wanted = {
+    wanted: dict[str, Any] = {
         PAIRS.get(name, name): _pairs(value) if name in PAIRS else value
         for name, value in given.items()
         if _said(value) and name not in ("dry_run", "resume")

@@ -1,7 +1,7 @@
 """Training: `run(Settings(...))` from a kernel to a trained, measured model."""
 
 try:
-    import accelerate  # noqa: F401
+    import accelerate  # type: ignore[import-untyped]  # noqa: F401
     import transformers  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

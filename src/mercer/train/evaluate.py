@@ -25,11 +25,14 @@ SEGMENTS = 16
 
 @contextlib.contextmanager
 def judging(model: nn.Module) -> Iterator[None]:
-    """No dropout, no gradients, and both back afterwards."""
+    """No dropout, no gradients, and both back afterwards.
+
+    A compiled model is run uncompiled: its last batch is a smaller one, and `generate` grows.
+    """
     was = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         model.train(was)
@@ -119,7 +122,10 @@ def score_translations(
     precision: Precision,
 ) -> dict[str, Any]:
     """BLEU of beam search by sacrebleu, and its signature: without that a BLEU says little."""
-    from sacrebleu.metrics import BLEU
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+    except ModuleNotFoundError:
+        raise ValueError("BLEU needs sacrebleu: pip install 'mercer[train]'") from None
 
     found: dict[int, str] = {}
     with judging(model), whole(model, team):

@@ -232,7 +232,7 @@ def signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    before = {}
+    before: dict[int, Any] = {}
 
     def note(number: int, frame: Any) -> None:
         caught[0] = number
@@ -243,8 +243,8 @@ def signals() -> Iterator[list[int]]:
     try:
         yield caught
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for caught_one, handler in before.items():
+            signal.signal(caught_one, handler)
 
 
 @contextlib.contextmanager
@@ -259,7 +259,7 @@ def reporting(settings: Settings, team: Team) -> Iterator[list[Any]]:
         raise ValueError(
             "tensorboard is asked for, but not installed: pip install 'mercer[train]'"
         ) from None
-    from transformers.integrations import TensorBoardCallback
+    from transformers.integrations.integration_utils import TensorBoardCallback
 
     writer = SummaryWriter(str(Path(settings.output) / "tensorboard"))
     try:

@@ -24,7 +24,8 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def gather_model(model: nn.Module) -> dict[str, Tensor]:
     """All weights on the CPU, in the main process; collective."""
-    return get_model_state_dict(model, options=WHOLE)
+    found: dict[str, Any] = get_model_state_dict(model, options=WHOLE)
+    return found
 
 
 def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -72,7 +73,8 @@ def capture_random() -> dict[str, Any]:
     """The states of all generators, as what JSON can hold."""
     import numpy
 
-    kind, keys, *rest = numpy.random.get_state()
+    state: Any = numpy.random.get_state()
+    kind, keys, *rest = state
     return {
         "python": random.getstate(),
         "numpy": [kind, keys.tolist(), *rest],

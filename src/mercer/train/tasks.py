@@ -27,8 +27,9 @@ IGNORE = -100
 class Task:
     """Data, model, loss and judgement of a run."""
 
-    # What is counted per second, and where its number lies in a batch.
+    # What is counted per second, and whether batches differ in shape.
     unit = "tokens"
+    ragged = False
     train: Any
     tokenizer: Any = None
     source: str
@@ -174,6 +175,8 @@ class LanguageModel(Task):
 
 class Translation(Task):
     """Write a sentence in another language."""
+
+    ragged = True
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

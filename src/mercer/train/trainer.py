@@ -90,6 +90,11 @@ class Stopwatch:
 class KernelTrainer(Trainer):
     """Train the model of a task as the settings say."""
 
+    # Trainer has them optional; here they are there whenever they are looked at.
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
         self,
         *,
@@ -146,7 +151,7 @@ class KernelTrainer(Trainer):
         if settings.fsdp:
             spread(model, team)
         if settings.compile:
-            model.compile(dynamic=False)
+            model.compile(dynamic=None if task.ragged else False)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         # A generator of its own: the loader draws a seed, and must not draw it from the model's.
