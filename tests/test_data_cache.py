@@ -121,6 +121,15 @@ def test_a_place_that_is_no_folder_is_said(tmp_path):
         load(tmp_path / "file" / "a.arr")
 
 
+def test_a_folder_that_may_not_be_written_is_said(tmp_path, monkeypatch):
+    def deny(prefix, suffix, dir):
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir / f"{prefix}x{suffix}"))
+
+    monkeypatch.setattr(cache.tempfile, "mkstemp", deny)
+    with pytest.raises(PermissionError, match=r"Permission denied.*give another cache_dir"):
+        load(tmp_path / "a.arr")
+
+
 def test_the_key_is_the_content(tmp_path):
     def keys(text, tokenizer="bytes"):
         (tmp_path / "train.txt").write_text(text)

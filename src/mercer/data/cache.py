@@ -136,7 +136,8 @@ def replacing(path: Path, is_made: Callable[[], bool]) -> Iterator[IO[bytes] | N
                 Path(name).unlink(missing_ok=True)
             _sync_folder(path.parent)
     except OSError as error:
-        if error.errno is None or error.filename not in (None, str(path), str(path.parent)):
+        named = Path(error.filename) if isinstance(error.filename, str) else path
+        if error.errno is None or (named.parent != path.parent and named not in path.parents):
             raise
         message = f"{error.strerror}; the cache {path} was not written, give another cache_dir"
         raise OSError(error.errno, message) from error

@@ -1,8 +1,8 @@
 """A corpus is splits of documents, read as a stream of blocks of text.
 
 A split can be far larger than memory: it is a function that begins a new stream at every call. A
-corpus without a valid split gives up its end: the last 5 % of the text and at most 16 MiB, from the
-next document on where there are 20 documents or more, otherwise from the next line on.
+corpus without a valid split gives up its end: the last 5 % of the text, at most 16 Mi characters,
+from the next document on where there are 20 documents or more, otherwise from the next line on.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def _find_cut(documents: Documents, where: str) -> int:
         return next((start for start in starts if start >= keep), starts[-1])
     at, before = 0, keep
     for block in documents.read():
-        here = block.text.find("\n", max(0, keep - at - 1)) + 1
-        if at + len(block.text) > keep and 0 < at + here < total and here:
-            return at + here
-        last = block.text.rfind("\n", 0, max(0, keep - at)) + 1
-        before = at + last if last and at + last > 0 else before
+        if here := block.text.find("\n", max(0, keep - at - 1)) + 1:
+            # the end of the last line leaves nothing to hold out: then the line before it is
+            return at + here if at + here < total else before
+        if last := block.text.rfind("\n", 0, max(0, keep - at)) + 1:
+            before = at + last
         at += len(block.text)
     return before
 

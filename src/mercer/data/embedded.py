@@ -93,9 +93,9 @@ def _join(texts: list[str]) -> Documents:
 
 
 def read_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
-    """Scikit-learn's digits, [N, 8, 8, 1], their classes, and how many of them are for training.
+    """Scikit-learn's digits, [N, 8, 8, 1], their classes, and how many are for training.
 
-    The last fifth is for validation: others wrote it than most of the rest.
+    The last fifth, in the order of the library, is for validation.
     """
     digits = need("sklearn.datasets").load_digits()
     # their values go from 0 to 16

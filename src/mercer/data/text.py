@@ -167,8 +167,9 @@ def text(
         folder,
         source=source,
     )
+    identity = encode.identify(chosen)
     files = {
-        name: _encode(name, documents, chosen, folder, on_progress)
+        name: _encode(name, documents, chosen, identity, folder, on_progress)
         for name, documents in corpus.splits.items()
     }
     return TextData(**files, tokenizer=chosen, source=corpus.source, seed=seed)
@@ -189,9 +190,14 @@ def _find_corpus(source: str | os.PathLike[str], column: str | None, folder: Pat
 
 
 def _encode(
-    split: str, documents: Documents, tokenizer: Any, folder: Path, on_progress: Progress | None
+    split: str,
+    documents: Documents,
+    tokenizer: Any,
+    identity: str,
+    folder: Path,
+    on_progress: Progress | None,
 ) -> TokenFile:
-    key = cache.digest("tokens", documents.fingerprint, encode.identify(tokenizer))
+    key = cache.digest("tokens", documents.fingerprint, identity)
 
     def write(writer: cache.Writer) -> None:
         def report(done: float) -> None:
