@@ -131,7 +131,7 @@ def refuses_fused(
     if dropout_p:
         return "weights are dropped"
     if torch.compiler.is_compiling():
-        return "a compiled graph holds no function of its own"
+        return "a compiled graph takes plain steps"
     if not isinstance(filter.simplify(q.length, k.length), Causal | Full):
         return f"{filter} is neither causal nor full"
     return fused_taps.refuses(q.part("content"), k.part("content"), v)

@@ -54,19 +54,22 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None, call: Call
 ) -> Tensor | None:
     """The output for q, k, v of one shape [B, H, T, D]; None if there is no flash attention."""
-    if q.is_cuda and q.shape[2] > call.cut and _choice(q, k, v, call) not in (FLASH, CUDNN):
+    chosen = _choice(q, k, v, call)
+    if chosen is None:
         return None
-    out: Tensor = _Fused.apply(q, k, v, key_taps, value_taps, call)
+    out: Tensor = _Fused.apply(q, k, v, key_taps, value_taps, call, chosen)
     return out
 
 
-def _choice(q: Tensor, k: Tensor, v: Tensor, call: Call) -> int:
-    """What torch would take for this call."""
-    cut = call.cut
-    return torch._fused_sdp_choice(
-        q[:, :, cut:], k[:, :, : k.shape[2] - cut], v[:, :, : v.shape[2] - cut], None, 0.0,
-        call.causal, scale=call.scale,
-    )  # fmt: skip
+def _choice(q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | None:
+    """Which flash attention torch would take; None if it would take another form."""
+    if not q.is_cuda or q.shape[2] <= call.cut:
+        return FLASH
+    far = slice(None, q.shape[2] - call.cut)
+    chosen = torch._fused_sdp_choice(
+        q[:, :, call.cut :], k[:, :, far], v[:, :, far], None, 0.0, call.causal, scale=call.scale
+    )
+    return chosen if chosen in (FLASH, CUDNN) else None
 
 
 def _passes(device: torch.device) -> ModuleType:
@@ -77,7 +80,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
-        value_taps: Tensor | None, call: Call,
+        value_taps: Tensor | None, call: Call, chosen: int,
     ) -> Tensor:  # fmt: skip
         passes, cut, length = _passes(q.device), call.cut, q.shape[2]
         wide = accumulator(q.dtype)
@@ -89,7 +92,7 @@ class _Fused(torch.autograd.Function):
         if length > cut:
             kt, vt = passes.convolve(k, v, keys, values, call)
             far, far_lse, rest = flash(
-                q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut], call
+                q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut], call, chosen
             )
             # A copy that no kernel made serves as well as what came.
             k, v = kt if keys is None else k, vt if values is None else v
@@ -124,10 +127,12 @@ class _Fused(torch.autograd.Function):
         )
         pairs = ((dkeys, keys, key_taps), (dvalues, values, value_taps))
         dtaps = (None if d is None else passes.kernels_backward(d, w, u, call) for d, w, u in pairs)
-        return dq, dk, dv, *dtaps, None
+        return dq, dk, dv, *dtaps, None, None
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, chosen: int
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """(out, log_mass, what its backward takes besides)."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
@@ -135,7 +140,6 @@ def flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
             q, k, v, 0.0, call.causal, scale=call.scale
         )
         return out, lse, ()
-    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, call.causal, scale=call.scale)
     if chosen == CUDNN:
         found = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, call.causal, False, scale=call.scale
@@ -187,7 +191,7 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         table, ids = ctx.saved_tensors
-        single = table.dtype != torch.float64
+        single = table.dtype != torch.float64 and not torch.compiler.is_compiling()
         if single and ids.numel() and INSTALLED and (table.is_cuda or INTERPRETED):
             return taps_launch.sum_by_id(list(grads), ids, table), None
         rows = torch.stack(grads, 2).flatten(0, 1)

@@ -16,7 +16,7 @@ from ..filters import Filter, Full
 from ..kernels import Exponential, Kernel
 from ..problem import check_options
 from ..smoother import smooth
-from ..vicinity import continue_vicinity, num_cut, vicinity
+from ..vicinity import continue_vicinity, num_cut, refuses_fused, vicinity
 from .cache import Cache, SegmentMemory
 from .positions import Position, place
 from .tokens import TokenKernels
@@ -240,9 +240,12 @@ class KernelAttention(nn.Module):
 
     def explain_parts(self, q: Features, k: Features, v: Tensor, filter: Filter) -> Explanation:
         """How these arguments of `smooth` would run."""
-        cut = 0
+        dropout_p = self.dropout if self.training else 0.0
+        cut, fused = 0, False
         if self.tokens is not None and self.has_token_kernels:
             cut = num_cut(self.tokens.boundary, filter, self.tokens.size)
+            refused = refuses_fused(self.joined_kernel, q, k, v, filter, dropout_p)
+            fused = self.backend == "auto" and refused is None
         said = explain(
             self.joined_kernel,
             q,
@@ -250,12 +253,12 @@ class KernelAttention(nn.Module):
             v,
             filter=filter,
             backend=self.backend,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout_p,
             return_log_mass=cut > 0,
         )
         if self.tokens is None or not self.has_token_kernels:
             return said
-        return replace(said, vicinity=_describe(self.tokens, cut))
+        return replace(said, vicinity=_describe(self.tokens, cut, fused))
 
     def parts(
         self,
@@ -394,11 +397,12 @@ def _check_tokens(tokens: object, num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def _describe(tokens: TokenKernels, cut: int) -> str:
+def _describe(tokens: TokenKernels, cut: int, fused: bool) -> str:
     what = {"k": "keys", "v": "values", "kv": "keys and values"}[tokens.on]
     near = "no key" if not cut else "the nearest key" if cut == 1 else f"the {cut} nearest keys"
     said = f"{what} by {tokens.size} taps a token; a query sees {near} cut"
-    return f"{said} ({tokens.boundary}), beside the call below" if cut else said
+    said = f"{said} ({tokens.boundary}), beside the call below" if cut else said
+    return f"{said}; all of it is one function around flash attention" if fused else said
 
 
 def check_sizes(
