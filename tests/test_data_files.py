@@ -192,6 +192,12 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(source, tmp_path):
         data.text(source, cache_dir=tmp_path)
 
 
+def test_no_source_is_not_the_folder_one_stands_in(tmp_path):
+    for read in (data.text, data.pairs, data.images):
+        with pytest.raises(data.DataError, match="must be named"):
+            read("", cache_dir=tmp_path)
+
+
 def test_rows_of_tables_are_documents(tmp_path):
     rows = [f"document {n}" for n in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": r, "n": 1}) + "\n" for r in rows))

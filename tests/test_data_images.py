@@ -200,5 +200,7 @@ def test_names_in_an_archive_are_read_and_never_used_as_places():
     assert folders.find_class("val/x/cat/1.png") == ("valid", "cat")
     assert folders.find_class("cat/1.png") == ("all", "cat")
     assert folders.find_class("1.png") is None
+    assert folders.find_class("train/1.png") is None
+    assert folders.find_class("train/test/1.png") == ("train", "test")
     assert folders.find_class("train/cat/.hidden.png") is None
     assert folders.find_class("../../train/cat/1.png") == ("train", "cat")

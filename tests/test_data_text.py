@@ -228,7 +228,14 @@ def test_a_tokenizer_is_saved_and_loaded(docs, tmp_path):
     expected = docs.tokenizer(text)["input_ids"]
     assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == expected
     assert tokens.load(tmp_path)(text)["input_ids"] == expected
+    whole = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(whole[:100])
+    with pytest.raises(data.DataError, match="holds no tokenizer that can be read"):
+        tokens.load(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(data.DataError, match=r"tokenizer.json is not a tokenizer"):
+        tokens.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(whole)
     again = tokens.load(tmp_path)
     assert again(text)["input_ids"] == expected
     assert again.eos_token_id == docs.tokenizer.eos_token_id

@@ -143,11 +143,12 @@ def find_class(name: str) -> tuple[str, str] | None:
     *parents, last = PurePosixPath(name).parts
     if not parents or last.startswith(".") or not last.lower().endswith(ENDINGS):
         return None
-    for parent in parents[:-1]:
-        for split, words in WORDS.items():
-            if parent.lower() in words:
-                return split, parents[-1]
-    return "all", parents[-1]
+    named = {word: split for split, words in WORDS.items() for word in words}
+    found = [named[parent.lower()] for parent in parents if parent.lower() in named]
+    # `train/1.png` is of no class, and `train` is none
+    if len(found) == 1 and parents[-1].lower() in named:
+        return None
+    return found[0] if found else "all", parents[-1]
 
 
 def _read_archive(path: Path, fit: Fit, folder: Path, on_progress: Progress | None) -> Labelled:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from . import cache, folders, hub
 from .embedded import read_digits
+from .errors import DataError
 from .pictures import Fit
 
 Array = np.ndarray[Any, Any]
@@ -197,6 +198,8 @@ def _find_images(
         return replace(
             found, train=folders.Fitted(found.train, fit), valid=folders.Fitted(found.valid, fit)
         )
+    if not os.fspath(source):
+        raise DataError("a source must be named, but came empty")
     path = Path(source).expanduser()
     if path.exists():
         return folders.read(path, fit, folder, on_progress)

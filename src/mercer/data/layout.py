@@ -47,6 +47,8 @@ def find_files(
 
     `kind` is the name of the folder that this sort of data has, and `suffixes` how its files end.
     """
+    if not os.fspath(source):
+        raise DataError("a source must be named, but came empty")
     path = Path(source).expanduser()
     if path.is_file():
         return Found(path, {"all": [path]})

@@ -90,12 +90,7 @@ def choose(
     """
     specials = specials or SPECIALS
     if not isinstance(spec, str | os.PathLike):
-        if not hasattr(spec, "backend_tokenizer"):
-            raise ValueError(
-                "a tokenizer must be one of transformers' fast tokenizers, or the name of one, "
-                f"but came as {type(spec).__name__}"
-            )
-        return spec
+        return _check(spec)
     if spec == "bytes":
         return spell_bytes(specials)
     if str(spec).startswith("bpe:"):
@@ -113,12 +108,26 @@ def choose(
     return load(path) if path.exists() else _download(str(spec))
 
 
+def _check(tokenizer: Any) -> Any:
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(
+            "a tokenizer must be one of transformers' fast tokenizers, or the name of one, "
+            f"but came as {type(tokenizer).__name__}"
+        )
+    return tokenizer
+
+
 def load(path: Path) -> Any:
     """A tokenizer from its files: vocab.json and merges.txt, or tokenizer.json."""
     tokenizers, transformers = need("tokenizers"), need("transformers")
     file = path if path.is_file() else path / "tokenizer.json"
     if (path / "tokenizer_config.json").is_file():
-        return transformers.AutoTokenizer.from_pretrained(str(path))
+        try:
+            found = transformers.AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        # transformers raises many kinds for files that are missing or damaged
+        except Exception as error:
+            raise DataError(f"{path} holds no tokenizer that can be read ({error})") from error
+        return _check(found)
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return load_gpt2(path / "vocab.json", path / "merges.txt")
     if not file.is_file():
@@ -165,7 +174,7 @@ def load_gpt2(vocabulary: Path, merges: Path) -> Any:
 def _download(name: str) -> Any:
     transformers = need("transformers")
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, use_fast=True)
+        found = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     # whatever stops a download: no network, no such name, a licence that was not accepted
     except Exception as error:
         raise DataError(
@@ -173,6 +182,7 @@ def _download(name: str) -> Any:
             "hub. Check the name and the network, or give a folder with its files "
             "(tokenizer.json, or vocab.json and merges.txt), 'bpe:N' or 'bytes'"
         ) from error
+    return _check(found)
 
 
 def _train_once(
