@@ -15,7 +15,7 @@ VOCAB = 40
 SIZES = {"d_model": 16, "num_heads": 2, "d_ff": 24, "vocab_size": VOCAB, "context_length": 32}
 # What a study would compose, besides the systems.
 COMPOSED = {
-    "rbf": {"kernel": "RBF(2.0)", "position": "rotary"},
+    "rbf": {"kernel": "RBF(2.0)", "position": "rotary", "system_options": {"symmetric": True}},
     "on places": {"kernel": 'RBF(2.0)*Exponential(on="position")'},
     "a sum": {"kernel": "RBF() + Polynomial(2)", "position": "DirectSum(Learned(32))"},
     "alibi": {"kernel": "Laplace()", "position": "alibi", "filter": "Strided(3)"},
@@ -306,7 +306,6 @@ CONFIG_ERRORS = {
     "d_model 16 does not divide into 3 heads": {"num_heads": 3},
     "num_layers must be a whole number from 1 up, but came as 0": {"num_layers": 0},
     "system must have one entry for each of 2 layers, but came with 3": {"system": ["lee2018"] * 3},
-    "system_options are those of a system": {"system_options": {"rotary": True}},
     "norm must be one of layer, rms, rms-plain": {"norm": "batch"},
     "activation must be one of": {"activation": "step"},
     "dropout must be at least 0 and below 1": {"dropout": 1.0},
@@ -314,6 +313,7 @@ CONFIG_ERRORS = {
     "residual_start must be 'scaled'": {"residual_start": "big"},
 }
 MODEL_ERRORS = {
+    "the layer takes no option 'rotary'": {"system_options": {"rotary": True}},
     "kundu2026 has a kernel of its own": {"system": "kundu2026", "kernel": "RBF()"},
     r"position of kundu2026 must be Rotary\(\) or NoPosition\(\)": {
         "system": "kundu2026", "position": "alibi"

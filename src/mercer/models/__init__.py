@@ -11,13 +11,13 @@ except ImportError as error:
 from . import count as count
 from . import presets as presets
 from .cache import KernelCache as KernelCache
-from .config import KernelLMConfig as KernelLMConfig
-from .config import KernelTranslatorConfig as KernelTranslatorConfig
-from .config import KernelViTConfig as KernelViTConfig
 from .grouping import groups as groups
 from .lm import KernelLM as KernelLM
+from .lm_config import KernelLMConfig as KernelLMConfig
 from .translator import KernelTranslator as KernelTranslator
+from .translator_config import KernelTranslatorConfig as KernelTranslatorConfig
 from .vit import KernelViT as KernelViT
+from .vit_config import KernelViTConfig as KernelViTConfig
 
 
 def _register() -> None:

@@ -17,7 +17,8 @@ from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
 from .block import Block, norm_of
 from .cache import KernelCache
-from .config import KernelLMConfig, token_kernels
+from .config import token_kernels
+from .lm_config import KernelLMConfig
 from .parts import Place, with_padding
 
 

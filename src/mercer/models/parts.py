@@ -42,7 +42,10 @@ KEPT = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a config says of one layer's attention; the four parts are text, None: the system's."""
+    """What a config says of one layer's attention; the four parts are text, None: the system's.
+
+    Without a system, the options are those of `KernelAttention`.
+    """
 
     system: str | None = None
     system_options: Mapping[str, Any] = field(default_factory=dict)
@@ -55,10 +58,6 @@ class Parts:
         """The same, or a ValueError that says what is wrong."""
         if self.system is not None:
             systems.find(self.system)
-        elif self.system_options:
-            raise ValueError(
-                f"system_options are those of a system, but none came: {dict(self.system_options)}"
-            )
         # Bandwidths are looked at, which memory without data (the meta device) does not allow.
         with torch.device("cpu"):
             for name in ("kernel", "position", "filter"):

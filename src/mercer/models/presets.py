@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import parse
-from .config import KernelLMConfig, KernelTranslatorConfig, KernelViTConfig
+from .lm_config import KernelLMConfig
+from .translator_config import KernelTranslatorConfig
+from .vit_config import KernelViTConfig
 
 LM: dict[str, dict[str, Any]] = {
     # Transformer-XL on WikiText-103, base: tokens are words, sorted by frequency.

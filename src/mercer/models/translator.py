@@ -21,8 +21,9 @@ from ..nn import KernelAttention
 from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
 from .block import Block
 from .cache import KernelCache
-from .config import KernelTranslatorConfig, token_kernels
+from .config import token_kernels
 from .parts import Place, Role, build, join, with_padding
+from .translator_config import KernelTranslatorConfig
 
 IGNORED = -100
 

@@ -12,8 +12,8 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from .base import KernelModel, embed_places
-from .config import KernelViTConfig
 from .parts import Place
+from .vit_config import KernelViTConfig
 
 
 class KernelViT(KernelModel):

@@ -1,0 +1,132 @@
+"""What a language model is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .block import Activation, Norm
+from .config import PARTS, Each, KernelConfig, Options, check_names, check_whole, spread
+from .parts import Parts
+
+
+class KernelLMConfig(KernelConfig):
+    """A language model of `num_layers` blocks.
+
+    Args:
+        vocab_size, d_model, num_layers, num_heads, d_ff: its sizes; d_ff is 4 d_model unless given.
+        context_length: the longest sequence it is made for; learned positions have as many places.
+        system, system_options, kernel, position, value, filter: one for all layers, or a
+            list with one for each.
+        num_kv_heads: fewer heads for keys and values.
+        norm: "layer", "rms", or "rms-plain" for a division by the root mean square without weights.
+        pre_norm: norms before each net, or after each sum.
+        activation: "relu", "gelu", "relu2" (its square) or "silu".
+        bias: whether linear maps and layer norms have one.
+        normalize: divide q and k by their root mean square, after a rotation.
+        value_embeddings: on alternate layers, the last one included, a vector of the token is added
+            to the values; `kundu2026` has no values to add it to.
+        windows, short_window: a pattern such as "SSSL"; S sees `short_window` places back, L all.
+        memory_length: how many states of earlier segments `new_memory` holds in each layer.
+        input_position: "learned" or "sinusoid", added once to the embeddings; None: not at all. The
+            positions of the layers are theirs.
+        embedding_scale: multiply embeddings by sqrt(d_model).
+        embedding_norm: divide them by their root mean square.
+        cutoffs, div: adaptive input and softmax: where the vocabulary is cut (ids must be sorted by
+            frequency), and by how much each part is narrower than the one before.
+        logit_cap: c tanh(logit / c).
+        dropout, attention_dropout, activation_dropout: after each net, of weights, inside the net.
+        initializer_range: the standard deviation of all weights; None: 1 / sqrt(their inputs).
+        residual_start: "scaled" by 1 / sqrt(2 num_layers), "zero" or "plain".
+        backend: as in `mercer.smooth`.
+    """
+
+    model_type = "mercer-lm"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "max_position_embeddings": "context_length",
+    }
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 50257,
+        d_model: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        d_ff: int | None = None,
+        context_length: int = 1024,
+        system: Each = None,
+        system_options: Options = None,
+        kernel: Each = None,
+        position: Each = None,
+        value: Each = None,
+        filter: Each = None,
+        num_kv_heads: int | None = None,
+        norm: Norm = "layer",
+        pre_norm: bool = True,
+        activation: Activation = "gelu",
+        bias: bool = False,
+        normalize: bool = False,
+        value_embeddings: bool = False,
+        windows: str | None = None,
+        short_window: int | None = None,
+        memory_length: int | None = None,
+        input_position: str | None = None,
+        embedding_scale: bool = False,
+        embedding_norm: bool = False,
+        cutoffs: Sequence[int] | None = None,
+        div: int = 4,
+        logit_cap: float | None = None,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        initializer_range: float | None = None,
+        residual_start: str = "scaled",
+        backend: str = "auto",
+        use_cache: bool = True,
+        tie_word_embeddings: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size, self.d_model, self.num_heads = vocab_size, d_model, num_heads
+        self.num_layers, self.context_length = num_layers, context_length
+        self.d_ff = 4 * d_model if d_ff is None else d_ff
+        self.system, self.kernel, self.position = system, kernel, position
+        self.value, self.filter = value, filter
+        self.system_options = {} if system_options is None else system_options
+        self.num_kv_heads, self.norm, self.pre_norm = num_kv_heads, norm, pre_norm
+        self.activation, self.bias, self.normalize = activation, bias, normalize
+        self.value_embeddings, self.windows = value_embeddings, windows
+        self.short_window, self.memory_length = short_window, memory_length
+        self.input_position = input_position
+        self.embedding_scale, self.embedding_norm = embedding_scale, embedding_norm
+        self.cutoffs, self.div = None if cutoffs is None else list(cutoffs), div
+        self.logit_cap, self.dropout = logit_cap, dropout
+        self.attention_dropout, self.activation_dropout = attention_dropout, activation_dropout
+        self.initializer_range, self.residual_start = initializer_range, residual_start
+        self.backend, self.use_cache = backend, use_cache
+        self.tie_word_embeddings = tie_word_embeddings
+        self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
+        self.pad_token_id = pad_token_id
+        check_whole(vocab_size=vocab_size, num_layers=num_layers, context_length=context_length)
+        check_names(input_position, residual_start)
+        if self.windows is not None and self.short_window is None:
+            self.short_window = max(context_length // 2, 1)
+        super().__init__(
+            tie_word_embeddings=tie_word_embeddings,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            **kwargs,
+        )
+        self.layer_parts()
+
+    def layer_parts(self) -> list[Parts]:
+        """What every layer's attention is made of."""
+        return spread({name: getattr(self, name) for name in PARTS}, self.num_layers)
