@@ -1,14 +1,17 @@
 """`mercer train`: what it prints, where it writes, and with which code it ends."""
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 pytest.importorskip("accelerate")
 
 from mercer import train
+from mercer.train.screen import INTERVAL, duration, progress_line
 from mercer.train_commands import app
 
 SMALL = ["--steps", "3", "--batch", "4", "--length", "32", "--eval-items", "100"]
@@ -109,6 +112,27 @@ def test_a_run_that_is_there_is_not_touched(invoke, tmp_path):
     done = invoke("vision", "--output", "run", "--resume")
     assert "mercer train lm --output run --resume" in done.output
     assert (tmp_path / "run" / "config.json").read_bytes() == before
+
+
+def test_a_terminal_gets_one_line_and_a_pipe_a_few():
+    steps = [
+        train.Progress(step=n, steps=90, loss=2.5, tokens_per_second=1e4, seconds_left=65.0)
+        for n in range(1, 10)
+    ]
+    judged = train.Progress(step=9, steps=90, metrics={"bits_per_byte": 1.25})
+    screen, pipe = io.StringIO(), io.StringIO()
+    with progress_line(Console(file=screen, force_terminal=True, width=120)) as show:
+        for progress in [*steps[:5], judged, *steps[5:]]:
+            show(progress)
+    assert "loss 2.5000  10,000 tokens/s  1:05 left  bits per byte 1.25" in screen.getvalue()
+    with progress_line(Console(file=pipe)) as show:
+        for progress in [*steps, judged]:
+            show(progress)
+    first, second = pipe.getvalue().splitlines()
+    assert first == "step 1/90  loss 2.5000  10,000 tokens/s  1:05 left"
+    assert second == "step 9/90  bits per byte 1.25"
+    assert INTERVAL >= 5
+    assert duration(3 * 3600 + 61) == "3:01:01"
 
 
 def test_a_full_gpu_is_said_in_one_sentence(invoke, monkeypatch):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import time as clock
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,19 +16,18 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from .train import Progress, Result, Settings
+    from .train import Result, Settings
 
 app = typer.Typer(
     help="Train a language model, a translator or a vision transformer with any attention.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
 )
 
 # Exit codes: 0 done, 1 no room on disk or GPU, 2 a mistake in what was asked for,
 # 3 a loss that is not finite, 128 + n stopped by signal n.
 NOT_CONVERGED = 3
-# Seconds between lines where there is no terminal.
-INTERVAL = 10.0
 
 ATTENTION, MODEL, BUDGET = "Attention", "Model and data", "Budget"
 OPTIMISER, RUNNING, FILES = "Optimiser", "How it runs", "Evaluation and files"
@@ -242,6 +239,7 @@ def _train(task: str, given: dict[str, Any]) -> None:
     try:
         from . import train
         from .train.distributed import Elsewhere
+        from .train.screen import progress_line
     except ModuleNotFoundError as error:
         _fail(f"training needs {error.name}: pip install 'mercer[train]'")
     settings: Settings | None = None
@@ -255,7 +253,7 @@ def _train(task: str, given: dict[str, Any]) -> None:
         def say(text: str) -> None:
             console.print(f"[yellow]{escape(text)}[/]", soft_wrap=True)
 
-        with _line(console) as show:
+        with progress_line(console) as show:
             result = train.run(settings, show, say=say)
     except Elsewhere:
         raise typer.Exit(1) from None
@@ -336,74 +334,14 @@ def _pairs(texts: list[str]) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def _line(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """A progress line on a terminal; elsewhere a line now and then, and one an evaluation."""
-    if not console.is_terminal:
-        spoken = [0.0]
-
-        def write(progress: Progress) -> None:
-            now = clock.monotonic()
-            if progress.metrics is None and now - spoken[0] < INTERVAL:
-                return
-            spoken[0] = now
-            of = "" if progress.steps is None else f"/{progress.steps}"
-            console.print(escape(f"step {progress.step}{of}  {_words(progress)}"), soft_wrap=True)
-
-        yield write
-        return
-
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"),
-    )  # fmt: skip
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        judged = [""]
-
-        def show(progress: Progress) -> None:
-            if progress.metrics is not None:
-                judged[0] = _metrics(progress.metrics)
-                return
-            text = "  ".join(part for part in (_words(progress), judged[0]) if part)
-            bar.update(
-                task, completed=progress.step, total=progress.steps, description=escape(text)
-            )
-
-        yield show
-
-
-def _words(progress: Progress) -> str:
-    if progress.metrics is not None:
-        return _metrics(progress.metrics)
-    parts = [] if progress.loss is None else [f"loss {progress.loss:.4f}"]
-    if progress.tokens_per_second is not None:
-        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.seconds_left is not None:
-        parts.append(f"{_duration(progress.seconds_left)} left")
-    return "  ".join(parts)
-
-
-def _metrics(metrics: dict[str, Any]) -> str:
-    shown = ("bits_per_byte", "perplexity", "bleu", "accuracy")
-    found = [(name.replace("_", " "), metrics[name]) for name in shown if name in metrics]
-    return "  ".join(f"{name} {value:.4g}" for name, value in found)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def _again(task: str, settings: Settings) -> str:
     return f"mercer train {task} --output {settings.output} --resume"
 
 
 def _report(console: Console, task: str, settings: Settings, result: Result) -> None:
     """How it ended, in two or three lines and an exit code."""
+    from .train.screen import duration, metric_words
+
     if result.status == "stopped":
         console.print(
             f"stopped after step {result.steps}, with a checkpoint; to go on: "
@@ -420,8 +358,8 @@ def _report(console: Console, task: str, settings: Settings, result: Result) -> 
         raise typer.Exit(NOT_CONVERGED)
     speed = result.tokens_per_second
     pace = "" if speed is None else f", {speed:,.0f} tokens/s"
-    console.print(f"done: {result.steps} steps in {_duration(result.seconds)}{pace}")
-    console.print(f"[bold]validation[/]  {_metrics(result.metrics)}")
+    console.print(f"done: {result.steps} steps in {duration(result.seconds)}{pace}")
+    console.print(f"[bold]validation[/]  {metric_words(result.metrics)}")
     if "signature" in result.metrics:
         console.print(f"sacrebleu   {escape(result.metrics['signature'])}", soft_wrap=True)
     if result.folder is not None:

@@ -10,8 +10,8 @@ except ModuleNotFoundError as error:
 
 from .checkpoints import DiskFull
 from .plan import Plan, plan
+from .progress import Progress
 from .run import Result, run
 from .settings import Settings, read_time
-from .trainer import Progress
 
 __all__ = ["DiskFull", "Plan", "Progress", "Result", "Settings", "plan", "read_time", "run"]

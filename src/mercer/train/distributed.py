@@ -36,12 +36,21 @@ class Team:
 
     def sum(self, numbers: Sequence[float | Tensor]) -> Tensor:
         """Each number summed over all processes; collective."""
-        # float64 does not exist on every accelerator, and counts stay exact below 2^53 elsewhere.
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        total = torch.stack([torch.as_tensor(n, dtype=dtype, device=self.device) for n in numbers])
+        far = any(isinstance(n, Tensor) and n.device.type != "cpu" for n in numbers)
+        if far:
+            total = torch.stack([torch.as_tensor(n, device=self.device).double() for n in numbers])
+        else:
+            total = self.put([float(n) for n in numbers])
         if self.size > 1:
             dist.all_reduce(total)
         return total
+
+    def put(self, numbers: list[float]) -> Tensor:
+        """Numbers on the device, without waiting for what it is doing."""
+        held = torch.tensor(numbers, dtype=torch.float64)
+        if self.device.type != "cuda":
+            return held.to(self.device)
+        return held.pin_memory().to(self.device, non_blocking=True)
 
     def tell(self, work: Callable[[], T]) -> T:
         """The main process does it, and all have what came of it, its failure too; collective."""
@@ -88,7 +97,7 @@ class Watch:
 
     def post(self, step: int, loss: Tensor, norm: Tensor, signal: int, seconds: float) -> None:
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        numbers = torch.tensor([0.0, signal, seconds], device=self.team.device)
+        numbers = self.team.put([0.0, signal, seconds])
         numbers[0] = bad
         work = None
         if self.team.size > 1:

@@ -32,10 +32,16 @@ def judging(model: nn.Module) -> Iterator[None]:
     was = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), _uncompiled(model):
             yield
     finally:
         model.train(was)
+
+
+def _uncompiled(model: Any) -> contextlib.AbstractContextManager[Any]:
+    # Asked for only where it is needed: it loads all of dynamo.
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 def mean_loss(

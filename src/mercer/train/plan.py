@@ -22,6 +22,7 @@ class Plan:
     items: int
     tokens_per_step: int
     unit: str
+    noun: str
     processes: int
 
     @property
@@ -37,7 +38,7 @@ class Plan:
         settings = self.settings
         attention = settings.kernel or settings.system or "with the attention it comes with"
         rows = [("model", f"{settings.task}, preset {settings.preset}, {attention}")]
-        rows.append(("data", f"{self.source}: {self.items:,} sequences or images to train on"))
+        rows.append(("data", f"{self.source}: {self.items:,} {self.noun} to train on"))
         total = self.counted.total
         rows.append(("parameters", f"{total:,}"))
         for part, number in self.counted.parameters.items():
@@ -77,6 +78,7 @@ def plan(settings: Settings, processes: int = 1) -> Plan:
         items=len(task.train),
         tokens_per_step=_known(settings.batch) * task.sequence_length(config),
         unit=task.unit,
+        noun=task.noun,
         processes=processes,
     )
 

@@ -26,10 +26,11 @@ from ..models.count import count
 from .checkpoints import Checkpoints
 from .distributed import Team
 from .folder import Folder, describe, read_journal
+from .progress import Progress
 from .settings import Settings
 from .state import gather_model, kept_random, seed_all
 from .tasks import TASKS, Task
-from .trainer import ENDLESS, KernelTrainer, Progress
+from .trainer import ENDLESS, KernelTrainer
 
 # Trainer, accelerate and torch's generators belong to the process: threads take turns.
 TURNS = threading.RLock()

@@ -27,8 +27,9 @@ IGNORE = -100
 class Task:
     """Data, model, loss and judgement of a run."""
 
-    # What is counted per second, and whether batches differ in shape.
+    # What is counted per second, what an item is called, and whether batches differ in shape.
     unit = "tokens"
+    noun = "blocks"
     ragged = False
     train: Any
     tokenizer: Any = None
@@ -176,6 +177,7 @@ class LanguageModel(Task):
 class Translation(Task):
     """Write a sentence in another language."""
 
+    noun = "pairs"
     ragged = True
 
     def __init__(self, settings: Settings) -> None:
@@ -242,6 +244,7 @@ class Vision(Task):
     """Say what an image shows."""
 
     unit = "patches"
+    noun = "images"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -7,12 +7,10 @@ schedule, when a run ends, and checkpoints that hold everything the next step de
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,9 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl, Train
 from .checkpoints import Checkpoints
 from .distributed import Spread, Team, Watch, spread
 from .folder import Folder
+from .optimiser import make_optimizer, rate_after
 from .order import Order, Stream
+from .progress import Progress, Stopwatch
 from .settings import Settings
 from .state import (
     gather_model,
@@ -42,49 +42,6 @@ from .tasks import Task
 
 # Trainer counts in steps; a run that ends by time alone has more of them than anyone will see.
 ENDLESS = 1_000_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run is."""
-
-    step: int
-    # None where time ends the run.
-    steps: int | None
-    loss: float | None = None
-    learning_rate: float | None = None
-    tokens_per_second: float | None = None
-    seconds_left: float | None = None
-    # What an evaluation at this step found; None for a log.
-    metrics: dict[str, float] | None = None
-
-
-class Stopwatch:
-    """Seconds of steps alone; evaluations and checkpoints do not count."""
-
-    def __init__(self) -> None:
-        self.before = 0.0
-        self._since: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self.before + (0.0 if self._since is None else time.perf_counter() - self._since)
-
-    def start(self) -> None:
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        self.before, self._since = self.seconds, None
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        running = self._since is not None
-        self.stop()
-        try:
-            yield
-        finally:
-            if running:
-                self.start()
 
 
 class KernelTrainer(Trainer):
@@ -191,6 +148,13 @@ class KernelTrainer(Trainer):
     def compute_loss_context_manager(self) -> Any:
         return self.task.precision(self.team.device)
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        # Batches are in pinned memory where there is a GPU, so that the copy waits for nothing.
+        return {
+            name: x.to(self.team.device, non_blocking=True) if isinstance(x, Tensor) else x
+            for name, x in inputs.items()
+        }
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if isinstance(model, Spread):
             model.sync(self.accelerator.sync_gradients)
@@ -210,54 +174,22 @@ class KernelTrainer(Trainer):
         return 0
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW with a rate for bandwidths, one for token kernels, and one for the rest."""
         if self.optimizer is None:
-            settings = self.settings
-            rates = {
-                "bandwidth": settings.bandwidth_rate,
-                "token_kernels": settings.token_rate,
-                "rest": settings.learning_rate,
-            }
-            named = dict(self.model.named_parameters())
-            groups = []
-            for part, names in self.task.groups(self.model).items():
-                weights = [named[n] for n in names if named[n].requires_grad]
-                for decays in (True, False):
-                    chosen = [w for w in weights if (part == "rest" and w.ndim > 1) == decays]
-                    if chosen:
-                        decay = settings.weight_decay if decays else 0.0
-                        rate = rates[part]
-                        groups.append({"params": chosen, "lr": rate, "weight_decay": decay})
-            fused = self.team.device.type == "cuda" or None
-            self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=fused)
+            groups = self.task.groups(self.model)
+            self.optimizer = make_optimizer(self.model, groups, self.settings)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Warm up, then half a cosine down to `floor`, for each rate alike."""
         if self.lr_scheduler is None:
+
+            def factor(step: int) -> float:
+                return rate_after(step, self.agreed_seconds, self.settings)
+
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.optimizer, self.factor
+                optimizer or self.optimizer, factor
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    def factor(self, step: int) -> float:
-        """What the rates are multiplied by after so many steps."""
-        settings = self.settings
-        done = 0.0 if settings.time is None else self.agreed_seconds / settings.time
-        if settings.steps is not None:
-            done = max(done, step / settings.steps)
-            warm = settings.warmup if settings.warmup >= 1 else settings.warmup * settings.steps
-            if step + 1 < warm:
-                return (step + 1) / warm
-            start = warm / settings.steps
-        else:
-            start = settings.warmup
-            if done < start:
-                # The first step has taken no time yet; it is not to be one of rate zero.
-                return max(done / start, 0.01)
-        after = min(max((done - start) / max(1 - start, 1e-9), 0.0), 1.0)
-        return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * after))
 
     def begin(self, state: TrainerState) -> None:
         """Random numbers of this process, the place in the data, and the clock."""
