@@ -201,7 +201,7 @@ def test_gradients_are_the_same_bits_each_time():
 def test_what_it_does_not_take_runs_as_before(count):
     given = draw(12, 3, "both")
     mc.vicinity(**given, filter=mc.Window(4, 0))
-    mc.vicinity(**given, filter=mc.Causal() & mc.Padding([12, 9][:BATCH]))
+    mc.vicinity(**given, filter=mc.Causal() & mc.Padding([9, 12][:BATCH]))
     mc.vicinity(**given, dropout_p=0.1)
     mc.vicinity(**given, kernel=mc.RBF().to(DEVICE))
     mc.vicinity(**given, return_log_mass=True)
@@ -257,7 +257,7 @@ def test_the_gradient_of_a_table_is_the_sum_of_its_rows(targets):
 
 def test_token_kernels_learn_the_same_table_each_time():
     tokens = mn.TokenKernels(500, 3, on="kv").to(DEVICE)
-    ids = torch.randint(0, 500, (2, 90), device=DEVICE)
+    ids = torch.randint(0, 500, (BATCH, 90), device=DEVICE)
     ids[:, ::2] = 3
     given = draw(90, 3, "both")
     q, k, v = (given[n].to(torch.float32 if EXACT else DTYPE) for n in "qkv")
