@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends import Task, sdpa
 from .links import Power
-from .term import Apart, Scored, Steered, Term, accumulator
+from .term import Apart, Factor, LogScale, Scored, Steered, Term, accumulator
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.
@@ -146,10 +146,18 @@ def _learns(task: Task) -> bool:
     tensors += [bias.q, bias.rows] if isinstance(bias, Scored) else [task.term.table]
     for f in task.term.factors:
         # What is formed when asked for is not formed for this.
-        tensors += [f.q, f.k, *((f.x, f.w, f.log) if isinstance(f, Steered) else (f.scale,))]
+        tensors += [f.q, f.k, *_parts_of_scale(f)]
         # The numbers of a distance are made of these.
         tensors += [] if isinstance(f, Apart) else [f.row, f.col]
     return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def _parts_of_scale(f: Factor) -> tuple[object, ...]:
+    if isinstance(f, Steered):
+        return f.x, f.w, f.base.log
+    if isinstance(f, Apart) and isinstance(f.given, LogScale):
+        return (f.given.log,)
+    return (f.scale,)
 
 
 def read(text: str, backends: Collection[str]) -> Table:

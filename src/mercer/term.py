@@ -76,21 +76,65 @@ class Factor:
         return isinstance(self.scale, Tensor) and self.scale.dim() == 4
 
 
+# How far, in the logarithm, a bounded bandwidth bends before it stands still.
+BEND = math.log(2.0)
+
+
+@dataclass(kw_only=True, eq=False)
+class LogScale:
+    """exp(-2 log s), log s = log + offset; with bounds, log bends over the last factor of two."""
+
+    log: Tensor  # [1 or H], in the accumulator's dtype
+    offset: float = 0.0
+    bounds: tuple[float, float] | None = None
+
+    def bent(self) -> Tensor:
+        """log s, [1 or H]."""
+        log = self.log
+        if self.bounds is not None:
+            free = log.clamp(self.bounds[0] + BEND, self.bounds[1] - BEND)
+            log = free + BEND * torch.tanh((log - free) / BEND)
+        return log + self.offset if self.offset else log
+
+    def formed(self) -> Tensor:
+        """[1 or H, 1, 1]."""
+        return (-2.0 * self.bent()).exp()[:, None, None]
+
+
 class Apart(Factor):
     """link(-scale_i |q_i - k_j|^2 / 2).
 
-    Its numbers per query and per key are norms. They are formed when somebody asks for them: a
-    backend that can form them on its way does not.
+    Its numbers per query and per key are norms. They, and a scale that is given by its logarithm,
+    are formed when somebody asks for them: a backend that can form them on its way does not.
     """
 
+    given: Tensor | float | LogScale
     _col: Tensor | None
     _row: Tensor | None
+    _scale: Tensor | None
 
     def __init__(
-        self, *, q: Tensor, k: Tensor, scale: Tensor | float = 1.0, link: Link | None = None
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        scale: Tensor | float | LogScale = 1.0,
+        link: Link | None = None,
     ) -> None:
-        self.q, self.k, self.scale, self.link = q, k, scale, link
-        self._col = self._row = None
+        self.q, self.k, self.given, self.link = q, k, scale, link
+        self._col = self._row = self._scale = None
+
+    @property
+    def scale(self) -> Tensor | float:  # type: ignore[override]
+        if not isinstance(self.given, LogScale):
+            return self.given
+        if self._scale is None:
+            self._scale = self.given.formed()
+        return self._scale
+
+    @property
+    def per_query(self) -> bool:
+        return isinstance(self.given, Tensor) and self.given.dim() == 4
 
     @property
     def keyed(self) -> bool:
@@ -113,21 +157,19 @@ class Apart(Factor):
 class Steered(Apart):
     """Apart where every query steers its own scale, by features x and a row w of its head.
 
-    scale_i = exp(-2 (log + reach tanh(<x_i, w> / reach))), formed when somebody asks for it.
+    scale_i = exp(-2 (log s + reach tanh(<x_i, w> / reach))), formed when somebody asks for it.
     """
 
     x: Tensor  # [B, H, Q, E]
     w: Tensor  # [1 or H, E], in the accumulator's dtype
-    log: Tensor  # [1 or H], in the accumulator's dtype
+    base: LogScale
     reach: float
-    _scale: Tensor | None
 
     def __init__(
-        self, *, q: Tensor, k: Tensor, x: Tensor, w: Tensor, log: Tensor, reach: float
+        self, *, q: Tensor, k: Tensor, x: Tensor, w: Tensor, base: LogScale, reach: float
     ) -> None:
-        self.q, self.k, self.link = q, k, None
-        self.x, self.w, self.log, self.reach = x, w, log, reach
-        self._col = self._row = self._scale = None
+        super().__init__(q=q, k=k)
+        self.x, self.w, self.base, self.reach = x, w, base, reach
 
     @property
     def per_query(self) -> bool:
@@ -137,8 +179,8 @@ class Steered(Apart):
     def scale(self) -> Tensor:  # type: ignore[override]
         if self._scale is None:
             steer = self.x.to(self.w.dtype) @ self.w[..., None]
-            log = self.log[:, None, None] + self.reach * torch.tanh(steer / self.reach)
-            self._scale = torch.exp(-2.0 * log)
+            steer = self.reach * torch.tanh(steer / self.reach)
+            self._scale = torch.exp(-2.0 * (self.base.bent()[:, None, None] + steer))
         return self._scale
 
 

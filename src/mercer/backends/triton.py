@@ -14,10 +14,22 @@ import torch
 from torch import Tensor
 
 from ..links import Matern12, Matern32, Matern52, Power, Rational
-from ..term import Apart, Factor, Link, Scored, Smoothed, Steered, Term, join, repeat
+from ..term import (
+    BEND,
+    Apart,
+    Factor,
+    Link,
+    LogScale,
+    Scored,
+    Smoothed,
+    Steered,
+    Term,
+    join,
+    repeat,
+)
 from . import Task, triton_launch, triton_plan
 from .triton_launch import add
-from .triton_plan import INTERPRETED, Inputs, Numbers, Slot, Static, parse
+from .triton_plan import INTERPRETED, NO_LOG, Inputs, Log, Numbers, Slot, Static, parse
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -73,14 +85,17 @@ def run(task: Task) -> Smoothed:
     assert not isinstance(rule, str)
     none = task.v.new_empty(0, dtype=torch.float32)
     shape = (task.batch, task.heads, task.num_queries)
-    learns = torch.is_grad_enabled()
+    learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     scales, rows, cols, facts = [], [], [], []
     for f in slots:
-        number, mode, scale = 1.0, 0, none
-        if isinstance(f, Steered) and not torch.compiler.is_compiling():
+        number, mode, scale, log = 1.0, 0, none, NO_LOG
+        if isinstance(f, Steered) and not compiling:
             by = f.x.to(task.v.dtype).expand(-1, task.heads, -1, -1)
-            scale = _Steer.apply(by, f.w.float(), f.log.float(), f.reach).expand(shape)
             mode = 2
+            scale = _Steer.apply(by, f.w.float(), f.base.log.float(), _bend(f.base), f.reach)
+            scale = scale.expand(shape)
+        elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
+            mode, scale, log = 1, f.given.log.float(), _bend(f.given)
         elif not isinstance(f.scale, Tensor):
             number = float(f.scale)
         elif f.scale.dim() == 4:
@@ -97,10 +112,10 @@ def run(task: Task) -> Smoothed:
         cols.append(col)
         link, param = (0, 0.0) if f.link is None else _code(f.link)
         wants, saves = learns and scale.requires_grad, learns and col.requires_grad
-        facts.append(Slot(link, param, mode, number, norm, wants, saves))
+        facts.append(Slot(link, param, mode, number, norm, wants, saves, log))
     dtype = task.v.dtype
     bias, table, scored = task.term.relative, None, None
-    if isinstance(bias, Scored) and bias.clip > 0 and not torch.compiler.is_compiling():
+    if isinstance(bias, Scored) and bias.clip > 0 and not compiling:
         scored = (bias.q.to(dtype).expand(task.batch, -1, -1, -1), bias.rows.float())
     elif bias is not None:
         table = _at_least_one(bias.table.float()).expand(*shape, -1)
@@ -112,7 +127,7 @@ def run(task: Task) -> Smoothed:
         tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
         triton_plan.by_tokens(q[0]), shape,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if compiling:
         out, lse, _ = fused(
             list(given), table, rule.lengths, rule.ids, task.seed, static.text(), static.sizes()
         )
@@ -124,6 +139,13 @@ def run(task: Task) -> Smoothed:
         for f in task.term.factors:
             lse = lse if f.link is not None or f.row is None else lse + f.row
     return Smoothed(out, lse)
+
+
+def _bend(scale: LogScale) -> Log:
+    """How a kernel forms the scale."""
+    if scale.bounds is None:
+        return (1, scale.offset, 0.0, 0.0, BEND)
+    return (2, scale.offset, scale.bounds[0] + BEND, scale.bounds[1] - BEND, BEND)
 
 
 def _full(row: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -144,7 +166,7 @@ class Joined(Apart):
     """A distance with one more number per key, in units of the distance's own."""
 
     def __init__(self, f: Apart, extra: Tensor) -> None:
-        super().__init__(q=f.q, k=f.k, scale=f.scale, link=f.link)
+        super().__init__(q=f.q, k=f.k, scale=f.given, link=f.link)
         self.extra = extra
 
 
@@ -233,16 +255,16 @@ class _Steer(torch.autograd.Function):
     """The scales that queries steer, in one kernel each way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, log: Tensor, reach: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
         x, w, log = triton_plan.readable_rows(x), w.contiguous(), log.contiguous()
         ctx.save_for_backward(x, w, log)
-        ctx.reach = reach
-        return triton_launch.steer(x, w, log, reach)
+        ctx.rest = bend, reach
+        return triton_launch.steer(x, w, log, bend, reach)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return (*triton_launch.steer_backward(grad, *ctx.saved_tensors, ctx.reach), None)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        return (*triton_launch.steer_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None)
 
 
 class _Fused(torch.autograd.Function):

@@ -267,6 +267,7 @@ def backward_keys(
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    LOG0: tl.constexpr, LOG1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
     CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -294,14 +295,16 @@ def backward_keys(
     c1 = tl.zeros((BN,), tl.float32)
     if HAS_COL0:
         c0 = tl.load(C0 + b * scb0 + (h // gc0) * sch0 + j, mask=j < num_keys, other=0.0)
-    head0 = _scale(S0, number0, ss0, h, line, j, j < num_keys, MODE0) if MODE0 < 2 else 1.0
+    head0 = _scale(S0, number0, ss0, h, line, j, j < num_keys, MODE0, LOG0) if MODE0 < 2 else 1.0
     head1 = head0
     k1 = k0
     dk1 = tl.zeros((BN, 16), tl.float32)
     if E1 > 0:
         k1 = _rows(K1 + b * skb1 + (h // group1) * skh1, skt1, j, e1, E1, num_keys, True)
         dk1 = tl.zeros((BN, E1), tl.float32)
-        head1 = _scale(S1, number1, ss1, h, line, j, j < num_keys, MODE1) if MODE1 < 2 else 1.0
+        head1 = (
+            _scale(S1, number1, ss1, h, line, j, j < num_keys, MODE1, LOG1) if MODE1 < 2 else 1.0
+        )
         if HAS_COL1:
             c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
     table = TABLE
@@ -520,6 +523,7 @@ def backward_queries(
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    LOG0: tl.constexpr, LOG1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
     CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -540,7 +544,7 @@ def backward_queries(
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, False, TOKENS)
     grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
-    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0)
+    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
     lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
     rate = none
@@ -553,7 +557,7 @@ def backward_queries(
     dq1 = tl.zeros((BM, 16), tl.float32)
     if E1 > 0:
         q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
-        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1)
+        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1, LOG1)
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
         dq1 = tl.zeros((BM, E1), tl.float32)
     if SPREAD:

@@ -74,12 +74,35 @@ def _link(s, LINK: tl.constexpr, PARAM: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
-def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr):
+def _tanh(x):
+    """Odd, and without overflow."""
+    small = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _bent(x, LOG: tl.constexpr):
+    """log s of a parameter, and its slope; triton_plan.py says what LOG means."""
+    slope = 1.0
+    if LOG[0] == 2:
+        free = tl.minimum(tl.maximum(x, LOG[2]), LOG[3])
+        bend = _tanh((x - free) / LOG[4])
+        x = free + LOG[4] * bend
+        slope = 1.0 - bend * bend
+    return x + LOG[1], slope
+
+
+@triton.jit
+def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr, LOG: tl.constexpr):
     """The scale of a slot: a number, a number of the head, or one for each query."""
     if MODE == 0:
         out = number
     elif MODE == 1:
         out = tl.load(tensor + h * stride)
+        if LOG[0] > 0:
+            log, _ = _bent(out, LOG)
+            out = tl.exp(-2.0 * log)
     else:
         out = tl.load(tensor + line + n, mask=inside, other=0.0)
     return out
@@ -414,6 +437,7 @@ def forward(
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    LOG0: tl.constexpr, LOG1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
     CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -432,12 +456,12 @@ def forward(
     line = bh.to(tl.int64) * num_queries
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     none = tl.zeros((BM,), tl.float32)
-    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0)
+    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
     q1, scale1, row1 = q0, scale0, none
     if E1 > 0:
         q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
-        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1)
+        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1, LOG1)
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
     if SPREAD:
         q1 = _ones(BM, q0.dtype)

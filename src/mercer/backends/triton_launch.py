@@ -13,9 +13,11 @@ from torch import Tensor
 from ..term import repeat
 from .triton_plan import (
     INTERPRETED,
+    NO_LOG,
     SPLIT_QUERIES,
     Inputs,
     Launch,
+    Log,
     Numbers,
     Plan,
     Slot,
@@ -90,10 +92,10 @@ def _norms(
     out = x.new_empty(shape, dtype=torch.float32)
     columns = x.new_empty(*shape, 16) if split else None
     width = x.shape[-1]
-    mode, number = (0, 1.0) if slot is None else (slot.mode, slot.number)
+    mode, number, log = (0, 1.0, NO_LOG) if slot is None else (slot.mode, slot.number, slot.log)
     _helper(
         "half_norms", (-(-shape[2] // 64), shape[0] * shape[1], 1),
-        {"WIDTH": room(width), "MODE": mode, "BM": 64, "SPLIT": split},
+        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 64, "SPLIT": split},
         (x, scale, out, out if columns is None else columns),
         (number, 0 if scale.numel() == 1 else 1, shape[1], shape[2], width, *strides_of(x, shape[0])),
     )  # fmt: skip
@@ -235,8 +237,8 @@ def backward(
     dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [_reduced(y, to) for y, to in zip(dk, given.k, strict=True)]
     dscale = [
-        _to_scale(y, to, num_queries) if y.numel() else torch.zeros_like(to)
-        for y, to in zip(ds, given.scale, strict=True)
+        _to_scale(y, to, slot, num_queries) if y.numel() else torch.zeros_like(to)
+        for y, to, slot in zip(ds, given.scale, slots, strict=True)
     ]
     dcol = [
         _reduced(y, to) if y.numel() else torch.zeros_like(to)
@@ -245,12 +247,17 @@ def backward(
     return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *dtable]
 
 
-def _to_scale(sums: Tensor, given: Tensor, num_queries: int) -> Tensor:
+def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tensor:
     """The gradient of a scale from what each query and each key adds to it."""
     if given.dim() == 3:
         return sums[..., :num_queries]
-    total = sums.sum((0, 2))
-    return total if given.numel() > 1 else total.sum(0, keepdim=True)
+    batch, heads, count = sums.shape
+    out = sums.new_empty(heads)
+    _helper(
+        "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 4096}, (sums, given, out),
+        (batch, heads, count, 0 if given.numel() == 1 else 1),
+    )  # fmt: skip
+    return out if given.numel() > 1 else out.sum(0, keepdim=True)
 
 
 def _reduced(grad: Tensor, given: Tensor) -> Tensor:
@@ -316,19 +323,19 @@ def _per_head(rows: Tensor) -> int:
     return 0 if rows.shape[0] == 1 else rows.stride(0)
 
 
-def steer(x: Tensor, w: Tensor, log: Tensor, reach: float) -> Tensor:
-    """1 / s_i^2, [B, H, T], for log s_i = log + reach tanh(<x_i, w> / reach)."""
+def steer(x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
+    """1 / s_i^2, [B, H, T], for log s_i = log s + reach tanh(<x_i, w> / reach)."""
     batch, heads, length, width = x.shape
     out = w.new_empty(batch, heads, length)
     _helper(
-        "steer", (-(-length // 64), batch * heads, 1), {"WIDTH": room(width), "BM": 64},
+        "steer", (-(-length // 64), batch * heads, 1), {"WIDTH": room(width), "BM": 64, "BEND": bend},
         (x, w, log, out), (*_steering(x, w, log), reach),
     )  # fmt: skip
     return out
 
 
 def steer_backward(
-    grad: Tensor, x: Tensor, w: Tensor, log: Tensor, reach: float
+    grad: Tensor, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, w and log."""
     batch, heads, length, width = x.shape
@@ -337,7 +344,7 @@ def steer_backward(
     dw, dlog = w.new_empty(batch, heads, parts, width), w.new_empty(batch, heads, parts)
     _helper(
         "steer_backward", (parts, batch * heads, 1),
-        {"WIDTH": room(width), "BM": 64, "PART": PART},
+        {"WIDTH": room(width), "BM": 64, "PART": PART, "BEND": bend},
         (x, w, log, grad.contiguous(), dx, dw, dlog), (*_steering(x, w, log), reach),
     )  # fmt: skip
     dw, dlog = dw.sum((0, 2)), dlog.sum((0, 2))

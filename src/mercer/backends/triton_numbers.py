@@ -7,7 +7,7 @@ that queries steer, with their gradients. Sums over places are taken part by par
 import triton
 import triton.language as tl
 
-from .triton_kernels import COLUMNS, _rows, _scale
+from .triton_kernels import COLUMNS, _bent, _rows, _scale, _tanh
 
 
 @triton.jit
@@ -26,7 +26,8 @@ def _split(x, target, n, inside):
 @triton.jit
 def half_norms(
     X, S, OUT, SPLIT_OUT, number, stride, num_heads, length, width, sxb, sxh, sxt,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, LOG: tl.constexpr, BM: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """-|x|^2 / 2 of every place, times a scale; NaN where x is not finite."""
     bh = tl.program_id(1)
@@ -36,7 +37,7 @@ def half_norms(
     x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True).to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     line = bh.to(tl.int64) * length
-    norm = -0.5 * tl.sum(x * x, 1) * _scale(S, number, stride, h, line, n, inside, MODE)
+    norm = -0.5 * tl.sum(x * x, 1) * _scale(S, number, stride, h, line, n, inside, MODE, LOG)
     tl.store(OUT + line + n, norm, mask=inside)
     if SPLIT:
         _split(norm, SPLIT_OUT, line + n, inside)
@@ -134,36 +135,47 @@ def scores_to_rows(
 
 
 @triton.jit
-def _tanh(x):
-    """Odd, and without overflow."""
-    small = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - small) / (1.0 + small)
-    return tl.where(x < 0.0, -size, size)
+def sum_to_scale(SUMS, GIVEN, OUT, batch, heads, count, stride, LOG: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The gradient of a head's scale, or of what it was formed from, of sums [B, H, count]."""
+    h = tl.program_id(0).to(tl.int64)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for b in range(batch):
+        line = SUMS + (b * heads + h) * count
+        for start in range(0, count, BLOCK):
+            n = start + tl.arange(0, BLOCK)
+            acc += tl.load(line + n, mask=n < count, other=0.0)
+    total = tl.sum(acc, 0)
+    if LOG[0] > 0:
+        log, slope = _bent(tl.load(GIVEN + h * stride), LOG)
+        total *= -2.0 * tl.exp(-2.0 * log) * slope
+    tl.store(OUT + h, total)
 
 
 @triton.jit
 def _steered(
-    X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH: tl.constexpr
-):
-    """(x, w, tanh, precision): 1 / s_i^2 for log s_i = log s + reach tanh(<x_i, w> / reach)."""
+    X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach,
+    WIDTH: tl.constexpr, BEND: tl.constexpr,
+):  # fmt: skip
+    """x, w, tanh, the slope of log s, and 1 / s_i^2, log s_i = log s + reach tanh(<x_i, w> / reach)."""
     e = tl.arange(0, WIDTH)
     x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True).to(tl.float32)
     w = tl.load(W + h * swh + e, mask=e < width, other=0.0)
     bend = _tanh(tl.sum(x * w[None, :], 1) / reach)
-    return x, w, bend, tl.exp(-2.0 * (tl.load(LOG + h * slh) + reach * bend))
+    log, slope = _bent(tl.load(LOG + h * slh), BEND)
+    return x, w, bend, slope, tl.exp(-2.0 * (log + reach * bend))
 
 
 @triton.jit
 def steer(
     X, W, LOG, OUT, num_heads, length, width, sxb, sxh, sxt, swh, slh, reach,
-    WIDTH: tl.constexpr, BM: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BEND: tl.constexpr,
 ):  # fmt: skip
     """The precision of every query, [B, H, T]."""
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
-    _, _, _, precision = _steered(
-        X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH
+    _, _, _, _, precision = _steered(
+        X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH, BEND
     )
     tl.store(OUT + bh.to(tl.int64) * length + n, precision, mask=n < length)
 
@@ -171,7 +183,7 @@ def steer(
 @triton.jit
 def steer_backward(
     X, W, LOG, GRAD, DX, DW, DLOG, num_heads, length, width, sxb, sxh, sxt, swh, slh, reach,
-    WIDTH: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr, BEND: tl.constexpr,
 ):  # fmt: skip
     """dx, and over a part of the places dw and dlog: [B H, parts, width] and [B H, parts]."""
     bh = tl.program_id(1)
@@ -183,12 +195,12 @@ def steer_backward(
     first = tl.program_id(0) * PART
     for start in tl.range(first, tl.minimum(first + PART, length), BM):
         n = start + tl.arange(0, BM)
-        x, w, bend, precision = _steered(
-            X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH
+        x, w, bend, slope, precision = _steered(
+            X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH, BEND
         )
         moved = -2.0 * precision * tl.load(GRAD + line + n, mask=n < length, other=0.0)
         score = moved * (1.0 - bend * bend)
-        dlog += moved
+        dlog += moved * slope
         dw += tl.sum(score[:, None] * x, 0)
         target = DX + (line + n[:, None]) * width + e[None, :]
         mask = (n < length)[:, None] & (e < width)[None, :]

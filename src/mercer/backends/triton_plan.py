@@ -20,6 +20,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLAIN, POLY, FLAT = 1, 2, 3
 
 
+# How a kernel forms a scale from what it reads: as it is (0), or exp(-2 (x + offset)), with x as it
+# is (1) or bent beyond low and high (2): (kind, offset, low, high, bend).
+Log = tuple[int, float, float, float, float]
+NO_LOG: Log = (0, 0.0, 0.0, 0.0, 1.0)
+
+
 class Slot(NamedTuple):
     """One factor with features."""
 
@@ -30,6 +36,7 @@ class Slot(NamedTuple):
     norm: bool  # the numbers per key, and inside a link per query, are -|x|^2 / 2
     wants: bool  # the scale has a gradient
     saves: bool  # the number per key that came has a gradient
+    log: Log = NO_LOG
 
 
 class Static(NamedTuple):
@@ -230,6 +237,8 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
         "PARAM1": slots[-1].param,
         "MODE0": slots[0].mode,
         "MODE1": slots[-1].mode,
+        "LOG0": slots[0].log,
+        "LOG1": slots[-1].log,
         "HAS_COL0": c0.numel() > 0,
         "HAS_COL1": two and c1.numel() > 0,
         "HAS_ROW0": row0.numel() > 0,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..features import Input
 from ..links import Matern12, Matern32, Matern52, Rational
-from ..term import Apart, Link, Steered, Term, accumulator
+from ..term import Apart, Link, LogScale, Steered, Term, accumulator
 from .base import Kernel
 
 Bandwidth = float | Sequence[float] | Tensor | None
@@ -56,22 +56,18 @@ class Distance(Kernel):
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s^2, [H or 1, 1, 1]."""
-        log = self._checked(x).reshape(-1, 1, 1)
-        return torch.rsub(log, -2.0 * self._offset(x), alpha=2).exp()
+        return self._log_scale(x).formed()
 
-    def _checked(self, x: Tensor) -> Tensor:
-        """The parameter, for features of as many heads."""
+    def _log_scale(self, x: Tensor) -> LogScale:
+        """The bandwidth for these features."""
         log = self.log_bandwidth.to(accumulator(x.dtype))
         if log.dim() and log.numel() != 1 and log.numel() != x.shape[1]:
             raise ValueError(
                 f"the kernel has bandwidths for {log.numel()} heads, "
                 f"but the queries have {x.shape[1]}"
             )
-        return log
-
-    def _offset(self, x: Tensor) -> float:
-        """log s where the parameter is zero."""
-        return math.log(_default(x.shape[-1])) if self.relative_to_default else 0.0
+        offset = math.log(_default(x.shape[-1])) if self.relative_to_default else 0.0
+        return LogScale(log=log if log.dim() == 1 else log.reshape(-1), offset=offset)
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = self.select(q, k)
@@ -80,7 +76,7 @@ class Distance(Kernel):
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
         q, k = self.select(q, k)
-        factor = Apart(q=q, k=k, scale=self.precision(q), link=self.link)
+        factor = Apart(q=q, k=k, scale=self._log_scale(q), link=self.link)
         return (Term(factors=(factor,)),)
 
     @property
@@ -195,9 +191,8 @@ class AdaptiveRBF(Distance):
                 f"AdaptiveRBF was made for {self.weight.shape[-1]} features, "
                 f"but the queries have {q.shape[-1]}"
             )
-        log = self._checked(q).reshape(-1) + self._offset(q)
         w = self.weight.to(accumulator(q.dtype))
-        return Steered(q=q, k=k, x=q, w=w, log=log, reach=self.reach)
+        return Steered(q=q, k=k, x=q, w=w, base=self._log_scale(q), reach=self.reach)
 
     def written_with(self, r: str, s: str) -> str:
         return f"exp(-{r}^2 / 2 s(q)^2)"

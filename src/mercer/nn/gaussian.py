@@ -20,7 +20,7 @@ from ..kernels import Kernel
 from ..kernels.distance import Bandwidth, read_bandwidth, squared_distance
 from ..problem import check_options
 from ..smoother import smooth
-from ..term import Apart, Steered, Term, accumulator
+from ..term import BEND, Apart, LogScale, Steered, Term, accumulator
 from .attention import check_sizes
 from .cache import Cache, SegmentMemory
 from .positions import Rotary, place
@@ -31,7 +31,6 @@ SPREAD = 2.0
 # A trained bandwidth stays within a factor of BOUND of where it could start. It is free up to half
 # of that, and bends over the last factor of two.
 BOUND = 16.0
-BEND = math.log(2.0)
 # How far, in the logarithm, a query may move its own bandwidth from that of its head.
 ADAPTIVE_REACH = 2.0
 
@@ -113,7 +112,7 @@ class GaussianAttention(nn.Module):
     @property
     def bandwidth(self) -> Tensor:
         """s, one per head; with `adaptive`, where the queries start from."""
-        return self._log_bandwidth(self.log_bandwidth.dtype).exp()
+        return self._log_bandwidth(self.log_bandwidth.dtype).bent().exp()
 
     @property
     def joined_kernel(self) -> Kernel:
@@ -211,24 +210,22 @@ class GaussianAttention(nn.Module):
 
     def log_scale(self, q: Features) -> Tensor:
         """log s, [H, 1, 1]; with `adaptive` one for each query, [B, H, Q, 1]."""
-        if self.adaptive:
-            return -0.5 * torch.log(self.steered(q, q.part("content")).scale)
-        return self._log_bandwidth(accumulator(q.part("content").dtype))[:, None, None]
+        return -0.5 * torch.log(torch.as_tensor(self.apart(q, q.part("content")).scale))
 
-    def steered(self, q: Features, k: Tensor) -> Steered:
-        """The distance of queries that steer their bandwidths."""
-        x = q.part("bare" if "bare" in q else "content")
+    def apart(self, q: Features, k: Tensor) -> Apart:
+        """The distance of queries and keys, in bandwidths."""
+        x = q.part("content")
         wide = accumulator(x.dtype)
-        log, w = self._log_bandwidth(wide), self.steering.to(wide)
-        return Steered(q=q.part("content"), k=k, x=x, w=w, log=log, reach=ADAPTIVE_REACH)
+        base = self._log_bandwidth(wide)
+        if not self.adaptive:
+            return Apart(q=x, k=k, scale=base)
+        by, w = q.part("bare") if "bare" in q else x, self.steering.to(wide)
+        return Steered(q=x, k=k, x=by, w=w, base=base, reach=ADAPTIVE_REACH)
 
-    def _log_bandwidth(self, dtype: torch.dtype) -> Tensor:
+    def _log_bandwidth(self, dtype: torch.dtype) -> LogScale:
         """log s, [H]: the parameter itself up to half of the bounds, then bent toward them."""
-        log = self.log_bandwidth.to(dtype)
-        if not self.trainable:
-            return log
-        free = log.clamp(self.bounds[0] + BEND, self.bounds[1] - BEND)
-        return free + BEND * torch.tanh((log - free) / BEND)
+        bounds = self.bounds if self.trainable else None
+        return LogScale(log=self.log_bandwidth.to(dtype), bounds=bounds)
 
     def _at_bound(self) -> list[bool]:
         low, high = self.bounds[0] + BEND, self.bounds[1] - BEND
@@ -267,18 +264,13 @@ class _LayerRBF(Kernel):
     def key_parts(self) -> frozenset[str]:
         return frozenset({"content"})
 
-    def precision(self, q: Input) -> Tensor:
-        return torch.exp(-2 * self._layer[0].log_scale(Features.of(q)))
-
     def log_weight(self, q: Input, k: Input) -> Tensor:
-        return -0.5 * self.precision(q) * squared_distance(*self.select(q, k))
+        scale = self._layer[0].apart(Features.of(q), Features.of(k).part("content")).scale
+        return -0.5 * scale * squared_distance(*self.select(q, k))
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        (x, y), layer = self.select(q, k), self._layer[0]
-        factor = (
-            Apart(q=x, k=y, scale=self.precision(q)) if not layer.adaptive else layer.steered(q, y)
-        )
-        return (Term(factors=(factor,)),)
+        _, y = self.select(q, k)
+        return (Term(factors=(self._layer[0].apart(Features.of(q), y),)),)
 
     @property
     def formula(self) -> str:
