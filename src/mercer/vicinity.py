@@ -465,7 +465,7 @@ def _per_query_head(taps: Tensor, batch: int, heads: int) -> Tensor:
     """Taps of all sequences, shared by heads or of each: [B, K, H or 1, S]."""
     if taps.shape[2] not in (1, heads):
         taps = taps.repeat_interleave(heads // taps.shape[2], 2)
-    return taps.expand(batch, -1, -1, -1)
+    return taps if taps.shape[0] == batch else taps.expand(batch, -1, -1, -1)
 
 
 def _moved(filter: Filter, count: int, num_queries: int, num_keys: int) -> Filter | None:

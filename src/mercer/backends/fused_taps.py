@@ -65,10 +65,11 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | None:
     """Which flash attention torch would take; None if it would take another form."""
     if not q.is_cuda or q.shape[2] <= call.cut:
         return FLASH
-    far = slice(None, q.shape[2] - call.cut)
-    chosen = torch._fused_sdp_choice(
-        q[:, :, call.cut :], k[:, :, far], v[:, :, far], None, 0.0, call.causal, scale=call.scale
-    )
+    if q.shape[2] < 64:
+        # Only then may the few keys that are left out matter.
+        far = slice(None, q.shape[2] - call.cut)
+        q, k, v = q[:, :, call.cut :], k[:, :, far], v[:, :, far]
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, call.causal, scale=call.scale)
     return chosen if chosen in (FLASH, CUDNN) else None
 
 
