@@ -210,6 +210,8 @@ def test_a_folder_has_all_there_is_to_know(small, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert tokenizer.decode(tokenizer("a list of names")["input_ids"]) == "a list of names"
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 1024)
+    assert model.config.use_cache
+    assert model.config.eos_token_id == tokenizer.eos_token_id
     from safetensors import safe_open
 
     for path in (folder / "checkpoints").rglob("*"):

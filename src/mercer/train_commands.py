@@ -182,7 +182,7 @@ app.command("lm")(
         "lm",
         """Train a language model, and print its validation bits per byte.
 
-        Twenty seconds on a CPU, without a download:
+        Half a minute on a CPU, without a download:
 
             mercer train lm --system dai2019 --steps 100
 

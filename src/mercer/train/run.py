@@ -193,6 +193,8 @@ def make_arguments(settings: Settings) -> TrainingArguments:
         # The order starts at the right step by itself.
         ignore_data_skip=True,
         remove_unused_columns=False,
+        # Written into the model's config, and meant for those who use it afterwards.
+        use_cache=True,
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
     )

@@ -93,6 +93,12 @@ class Task:
         given = {name: getattr(settings, name) for name in names}
         return {name: part for name, part in given.items() if part} | dict(settings.overrides)
 
+    def vocabulary(self) -> dict[str, Any]:
+        """What a model of text knows of its tokenizer."""
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        found = {name: getattr(self.tokenizer, name) for name in names}
+        return {"vocab_size": len(self.tokenizer), **found}
+
     def save_model(self, model: Any, weights: dict[str, Tensor], path: Path) -> None:
         """Files for `from_pretrained`; `weights` are whole, wherever the model's own are."""
         model.save_pretrained(path, state_dict=weights)
@@ -121,7 +127,7 @@ class LanguageModel(Task):
         self.train = self.text.blocks("train", self.length)
 
     def config(self) -> Any:
-        parts = {"vocab_size": len(self.tokenizer), **self.parts()}
+        parts = self.vocabulary() | self.parts()
         config = presets.lm(self.settings.preset, **parts)
         if config.context_length < self.length and "context_length" not in parts:
             config = presets.lm(self.settings.preset, **parts, context_length=self.length)
@@ -201,9 +207,7 @@ class Translation(Task):
         return inputs["attention_mask"].sum() + self.count_targets(inputs)
 
     def config(self) -> Any:
-        return presets.translator(
-            self.settings.preset, vocab_size=len(self.tokenizer), **self.parts()
-        )
+        return presets.translator(self.settings.preset, **(self.vocabulary() | self.parts()))
 
     def build(self) -> Any:
         return models.KernelTranslator(self.config())
