@@ -118,7 +118,8 @@ class Tokens(nn.Module):
         q, k, v = x.unbind()
         if self.kernels is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        taps = self.kernels(self.ids[: len(q), : q.shape[2]])
+        whole = self.ids.shape == (len(q), q.shape[2])
+        taps = self.kernels(self.ids if whole else self.ids[: len(q), : q.shape[2]])
         options = {"normalize": self.kernels.temperature, "boundary": self.kernels.boundary}
         return mc.vicinity(
             q, k, v, key_taps=taps.keys, value_taps=taps.values, backend=backend, **options

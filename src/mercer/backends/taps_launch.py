@@ -215,7 +215,7 @@ def backward(
             "V_": room(wide), "BM": rows,
         }  # fmt: skip
 
-    key = (
+    own: tuple[Any, ...] = (
         "backward", q.device, _kind(q), _kind(k), _kind(v), _kind(keys), _kind(values), _kind(grad),
         _kind(out), far is None, _kind(far_q), _kind(far_k), _kind(far_v), call,
     )  # fmt: skip
@@ -223,7 +223,7 @@ def backward(
         q, k, v, wk, wv, grad, out, near.lse, near.scores, pulls, far_q, far_k, far_v, dq, dk, dv,
         blank if dkeys is None else dkeys, blank if dvalues is None else dvalues,
     )  # fmt: skip
-    _start(key, tensors, make)
+    _start(own, tensors, make)
     return dq, dk, dv, dkeys, dvalues
 
 
