@@ -3,9 +3,8 @@ BIN := .venv/bin
 
 .PHONY: run test lint types bench format clean
 
-run: .venv/ready  ## the table of systems, and how each lowers on this machine
-	$(BIN)/mercer systems
-	$(BIN)/mercer explain all
+run: .venv/ready  ## a study: six kinds of attention as small language models
+	$(BIN)/mercer study quick
 
 test: .venv/ready lint types  ## lint, types, tests and the README's snippets
 	$(BIN)/python -m pytest -n auto

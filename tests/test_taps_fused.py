@@ -279,6 +279,7 @@ def test_token_kernels_learn_the_same_table_each_time():
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")
 def test_a_graph_can_be_captured():
     tokens = mn.TokenKernels(500, 3).to(DEVICE)
     given = draw(64, 3, "values", dim=16, values=16)

@@ -89,20 +89,19 @@ class _Fused(torch.autograd.Function):
             None if taps is None else passes.kernels(taps, call, wide)
             for taps in (key_taps, value_taps)
         )
-        far, near, rest, kt, vt = None, None, (), None, None
+        far, far_lse, bad, rest, kt, vt = None, None, None, (), None, None
         if length > cut:
-            kt, vt = passes.convolve(k, v, keys, values, call)
+            kt, vt, bad = passes.convolve(k, v, keys, values, call)
             far, far_lse, rest = flash(
                 q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut], call, chosen
             )
             # A copy that no kernel made serves as well as what came.
             k, v = kt if keys is None else k, vt if values is None else v
-        if cut:
-            out, near = passes.merge(
-                q, k, v, keys, values, far, None if far is None else far_lse, call
-            )
+        if cut or bad is not None:
+            out, near = passes.merge(q, k, v, keys, values, far, far_lse, bad, call)
         else:
             assert far is not None
+            assert far_lse is not None
             out, near = far, Near(far_lse, far_lse, far_lse)
         ctx.call, ctx.rest = call, rest
         ctx.save_for_backward(q, k, v, kt, vt, key_taps, value_taps, keys, values, out, *near)

@@ -62,13 +62,17 @@ def kernels_backward(grad: Tensor, kernel: Tensor, taps: Tensor, call: Call) -> 
 
 def convolve(
     k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor]:
-    """Keys and values by their whole kernels; as they came where they have none."""
+) -> tuple[Tensor, Tensor, None]:
+    """Keys and values by their whole kernels; as they came where they have none.
+
+    The key of what is not finite becomes NaN, and the value zero: flash attention on a CPU hides
+    by selection, so that this reaches the rows that see it and no others.
+    """
     k, v = _seen(k, keys, call, None), _seen(v, values, call, None)
     if bool(k.sum().isfinite() & v.sum().isfinite()):
-        return k, v
+        return k, v, None
     spoiled = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
-    return k.masked_fill(spoiled[..., None], math.nan), torch.where(v.isfinite(), v, 0.0)
+    return k.masked_fill(spoiled[..., None], math.nan), torch.where(v.isfinite(), v, 0.0), None
 
 
 def _range(kernel: Tensor, call: Call, away: int | None) -> range:
@@ -103,7 +107,7 @@ def _seen(x: Tensor, kernel: Tensor | None, call: Call, away: int | None) -> Ten
 
 def merge(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
-    far: Tensor | None, far_lse: Tensor | None, call: Call,
+    far: Tensor | None, far_lse: Tensor | None, bad: None, call: Call,
 ) -> tuple[Tensor, Near]:  # fmt: skip
     """(out, what the backward needs) from the nearest keys and from what lies before them."""
     wide, length = accumulator(q.dtype), q.shape[2]

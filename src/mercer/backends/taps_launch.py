@@ -117,10 +117,12 @@ def kernels_backward(grad: Tensor, kernel: Tensor, taps: Tensor, call: Call) -> 
 
 def convolve(
     k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor]:
-    """Copies also of what has no kernels: what is not finite is marked there."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies also of what has no kernels, all finite; and where a block first was not."""
     k, v = _readable(k), _readable(v)
     kt, vt = k.new_empty(k.shape), v.new_empty(v.shape)
+    _, (blocks, many) = _grid("convolve", k, k.shape[-1], v.shape[-1])
+    bad = k.new_empty((many, blocks), dtype=torch.int32)
 
     def make() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
         (_, heads, length, width), wide = k.shape, v.shape[-1]
@@ -133,14 +135,14 @@ def convolve(
         return grid, numbers, targets | {"D": room(width), "V_": room(wide), "BM": rows}
 
     key = ("convolve", k.device, _kind(k), _kind(v), _kind(keys), _kind(values), call)
-    tensors = (k, v, k if keys is None else keys, v if values is None else values, kt, vt)
+    tensors = (k, v, k if keys is None else keys, v if values is None else values, kt, vt, bad)
     _start(key, tensors, make)
-    return kt, vt
+    return kt, vt, bad
 
 
 def merge(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
-    far: Tensor | None, far_lse: Tensor | None, call: Call,
+    far: Tensor | None, far_lse: Tensor | None, bad: Tensor | None, call: Call,
 ) -> tuple[Tensor, Near]:  # fmt: skip
     q, k, v = _readable(q), _readable(k), _readable(v)
     batch, heads, length, width = q.shape
@@ -150,17 +152,19 @@ def merge(
     scores = q.new_empty((batch, heads, length, call.cut), dtype=torch.float32)
     given = out if far is None else far
     far_lse = lse if far_lse is None else far_lse.contiguous()
+    blocks = 1 if bad is None else bad.shape[1]
 
     def make() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
         rows, grid = _grid("merge", q, width, wide)
         numbers = (
             *(s for x in (q, k, v, given, out) for s in x.stride()[:3]), heads, length, width, wide,
-            _per_head(keys), _per_head(values), call.scale,
+            _per_head(keys), _per_head(values), blocks, call.scale,
         )  # fmt: skip
         targets = _target(keys, call, "K", "RSC") | _target(values, call, "V", "RSC")
         return grid, numbers, targets | {
             "P": call.cut, "RULE": RULES[call.boundary], "HAS_FAR": far is not None,
-            "D": room(width), "V_": room(wide), "BM": rows,
+            "CAUSAL": call.causal, "BLOCKS": 1 << (blocks - 1).bit_length(), "D": room(width),
+            "V_": room(wide), "BM": rows,
         }  # fmt: skip
 
     key = (
@@ -168,7 +172,11 @@ def merge(
         call,
     )  # fmt: skip
     weights = (k if keys is None else keys, v if values is None else values)
-    _start(key, (q, k, v, *weights, given, far_lse, out, lse, scores), make)
+    _start(
+        key,
+        (q, k, v, *weights, given, far_lse, lse if bad is None else bad, out, lse, scores),
+        make,
+    )
     return out, Near(lse, far_lse, scores)
 
 

@@ -7,8 +7,8 @@ and the same for values. W holds the kernels of a key, [B, T, H or 1, 1 + P, S],
 R + d: the whole one, and as a query sees it that is `a` places away.
 
 What this must meet: nothing is read that a query must not see; a key or value that is not finite
-spoils the rows that see it and no others (its key becomes NaN, and a NaN value zero, which a masked
-weight of zero would not hide); every sum is owned by one program, in float32, in a fixed order.
+spoils the rows that see it and no others (flash attention gets zeros there, and `merge` spoils the
+rows from the first such place on); every sum is owned by one program, in float32, in a fixed order.
 
 Letters: i queries, j keys, a how far a key is before the query, d offsets of taps. N = T - P keys
 are seen by flash attention; its query n is query n + P here.
@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 NONE, LEFT, TRUNCATE, SHRINK = (tl.constexpr(n) for n in range(4))
+# The place of what is not there.
+NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -25,6 +27,18 @@ def _rows(X, sb, sh, st, b, h, t, ok, e, width):
     """Rows t of a head in float32, zero where not ok."""
     p = X + b * sb + h * sh + t[:, None].to(tl.int64) * st + e[None, :]
     return tl.load(p, mask=ok[:, None] & (e[None, :] < width), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _finite(x):
+    """x, and zero where it is not finite."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _broken(x):
+    """Which rows are not finite."""
+    return tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1) > 0
 
 
 @triton.jit
@@ -46,17 +60,22 @@ def _whole(
     X, W, sb, sh, st, b, h, j, e, length, width, per_head,
     R: tl.constexpr, COLUMNS: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Keys j, convolved by their whole kernels; as they are if R is negative."""
+    """Keys j, convolved by their whole kernels; as they are if R is negative. And which are broken.
+
+    A neighbour that is not finite counts as zero: it breaks its own place and later rows.
+    """
     inside = j < length
+    own = _rows(X, sb, sh, st, b, h, j, inside, e, width)
+    broken = _broken(own)
     if R < 0:
-        x = _rows(X, sb, sh, st, b, h, j, inside, e, width)
+        x = _finite(own)
     else:
         x = tl.zeros((BM, D), tl.float32)
         for d in tl.static_range(-R, LAST + 1):
             ok = inside & (j + d >= 0) & (j + d < length)
             tap = _tap(W, b, h, j, ok, length, per_head, R + d, COLUMNS)
-            x += tap[:, None] * _rows(X, sb, sh, st, b, h, j + d, ok, e, width)
-    return x
+            x += tap[:, None] * _finite(_rows(X, sb, sh, st, b, h, j + d, ok, e, width))
+    return x, broken
 
 
 @triton.jit
@@ -151,49 +170,43 @@ def kernels_backward(
 
 @triton.jit
 def convolve(
-    K, V, WK, WV, KT, VT,
+    K, V, WK, WV, KT, VT, BAD,
     kb, kh, kt, vb, vh, vt, heads, length, width, wide, key_heads, value_heads,
     RK: tl.constexpr, CK: tl.constexpr, LK: tl.constexpr, RV: tl.constexpr, CV: tl.constexpr,
     LV: tl.constexpr, D: tl.constexpr, V_: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values, convolved by their whole kernels, contiguous [B, H, T, D]."""
+    """Keys and values, convolved by their whole kernels, contiguous [B, H, T, D], and finite.
+
+    BAD is the first place of each block that is not.
+    """
     bh = tl.program_id(1)
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     j = tl.program_id(0) * BM + tl.arange(0, BM)
     e, f = tl.arange(0, D), tl.arange(0, V_)
-    y = _whole(V, WV, vb, vh, vt, b, h, j, f, length, wide, value_heads, RV, CV, LV, V_, BM)
-    y = y.to(VT.dtype.element_ty).to(tl.float32)
-    fine = tl.abs(y) < float("inf")
-    spoiled = tl.max(tl.where(fine, 0, 1), 1) > 0
-    _put(
-        VT,
-        0,
-        length * wide,
-        wide,
-        b,
-        bh.to(tl.int64),
-        j,
-        j < length,
-        f,
-        wide,
-        tl.where(fine, y, 0.0),
+    y, spoiled = _whole(
+        V, WV, vb, vh, vt, b, h, j, f, length, wide, value_heads, RV, CV, LV, V_, BM
     )
-    x = _whole(K, WK, kb, kh, kt, b, h, j, e, length, width, key_heads, RK, CK, LK, D, BM)
+    y = y.to(VT.dtype.element_ty).to(tl.float32)
+    spoiled = spoiled | _broken(y)
+    line = bh.to(tl.int64)
+    _put(VT, 0, length * wide, wide, b, line, j, j < length, f, wide, _finite(y))
+    x, broken = _whole(K, WK, kb, kh, kt, b, h, j, e, length, width, key_heads, RK, CK, LK, D, BM)
     x = x.to(KT.dtype.element_ty).to(tl.float32)
-    spoiled = spoiled | (tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1) > 0)
-    x = tl.where(spoiled[:, None], float("nan"), x)
-    _put(KT, 0, length * width, width, b, bh.to(tl.int64), j, j < length, e, width, x)
+    spoiled = spoiled | broken | _broken(x)
+    _put(KT, 0, length * width, width, b, line, j, j < length, e, width, _finite(x))
+    first = tl.min(tl.where(spoiled & (j < length), j, NOWHERE), 0)
+    tl.store(BAD + line * tl.num_programs(0) + tl.program_id(0), first)
 
 
 @triton.jit
 def merge(
-    Q, K, V, WK, WV, FAR, FAR_LSE, OUT, LSE, SCORES,
+    Q, K, V, WK, WV, FAR, FAR_LSE, BAD, OUT, LSE, SCORES,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, fb, fh, ft, ob, oh, ot,
-    heads, length, width, wide, key_heads, value_heads, scale,
+    heads, length, width, wide, key_heads, value_heads, blocks, scale,
     RK: tl.constexpr, SK: tl.constexpr, CK: tl.constexpr,
     RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr,
-    P: tl.constexpr, RULE: tl.constexpr, HAS_FAR: tl.constexpr, D: tl.constexpr, V_: tl.constexpr,
-    BM: tl.constexpr,
+    P: tl.constexpr, RULE: tl.constexpr, HAS_FAR: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCKS: tl.constexpr, D: tl.constexpr, V_: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """The nearest P keys of each query, and what flash attention made of the others.
 
@@ -237,6 +250,13 @@ def merge(
     out = acc / tl.where(ok, mass, 1.0)[:, None]
     out = tl.where(tl.abs(out) < float("inf"), out, float("nan"))
     lse = peak + tl.log(tl.where(ok, mass, 1.0))
+    if HAS_FAR:
+        block = tl.arange(0, BLOCKS)
+        bad = tl.load(BAD + bh.to(tl.int64) * blocks + block, mask=block < blocks, other=NOWHERE)
+        place = tl.min(bad, 0)
+        spoiled = (i >= place) if CAUSAL else (i < 0) | (place < NOWHERE)
+        out = tl.where(spoiled[:, None], float("nan"), out)
+        lse = tl.where(spoiled, float("nan"), lse)
     _put(OUT, ob, oh, ot, b, h, i, ok, f, wide, out)
     tl.store(LSE + row, lse, mask=ok)
     if HAS_FAR:
@@ -418,17 +438,22 @@ def backward(
 
 
 @triton.jit
+def _size(x):
+    """|x|; not a number is the largest."""
+    x = tl.abs(x)
+    return tl.where(x < float("inf"), x, float("inf"))
+
+
+@triton.jit
 def clear(G0, G1, PEAKS, SUMS, count, cells, TARGETS: tl.constexpr, BM: tl.constexpr):
     """SUMS = 0, and the largest gradient of each program's share."""
     programs = tl.num_programs(0)
     peak = 0.0
     for start in range(tl.program_id(0) * BM, count, programs * BM):
         n = start + tl.arange(0, BM)
-        x = tl.abs(tl.load(G0 + n, mask=n < count, other=0.0).to(tl.float32))
+        x = _size(tl.load(G0 + n, mask=n < count, other=0.0).to(tl.float32))
         if TARGETS > 1:
-            x = tl.maximum(x, tl.abs(tl.load(G1 + n, mask=n < count, other=0.0).to(tl.float32)))
-        # Not a number is the largest.
-        x = tl.where(x < float("inf"), x, float("inf"))
+            x = tl.maximum(x, _size(tl.load(G1 + n, mask=n < count, other=0.0).to(tl.float32)))
         peak = tl.maximum(peak, tl.max(x, 0))
     tl.store(PEAKS + tl.program_id(0), peak)
     for start in range(tl.program_id(0) * BM, cells, programs * BM):
