@@ -7,6 +7,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
+from mercer.backends.sdpa import flash_with_mass
 from mercer.testing import Shape, check_accuracy, inputs
 
 BACKENDS = ("reference", "chunked", "sdpa")
@@ -309,3 +310,10 @@ def test_key_heads_may_differ_from_value_heads_and_parts_from_each_other():
     v = random(2, 4, 5, 2)
     outs = [mc.smooth(kernel, q, k, v, backend=b) for b in BACKENDS]
     assert all((out - outs[0]).abs().max() < 1e-5 for out in outs)
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["by heads", "by tokens"])
+def test_flash_attention_with_its_mass_is_as_a_compiled_graph_expects_it(tokens):
+    q, k, v = torch.randn(3, 2, 31, 4, 8).transpose(2, 3) if tokens else torch.randn(3, 2, 4, 31, 8)
+    given = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(flash_with_mass, (*given, None, True, 0.3))

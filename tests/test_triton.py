@@ -41,21 +41,54 @@ def test_the_error_budget(name):
 
 
 def compare(kernel, filter, shape, dim=DIM):
-    """float32: the error of everything within the budget, and -inf in the same places."""
-    case = Case(kernel.to(DEVICE), filter, shape, dim, 0, torch.float32, DEVICE)
-    got, plain = (case.run(backend, log_mass=True) for backend in ("triton", "reference"))
-    for name, want in case.run("reference", log_mass=True, wide=True).items():
-        assert torch.equal(got[name].isneginf(), want.isneginf()), name
-        finite = want.isfinite()
-        error, usual = ((x[name] - want)[finite].norm().item() for x in (got, plain))
-        budget = 2 * usual + rounding_of(case) * want[finite].norm().item()
-        assert error <= budget, f"{name}: off by {error:.1e}, more than {budget:.1e}"
+    """float32: the error of everything within the budget, and -inf in the same places.
+
+    A gradient that is one number may come out near zero by accident, the difference of large sums.
+    So where one draw is over its budget, four are judged together.
+    """
+    sums = {}
+    for seed in range(4):
+        case = Case(kernel.to(DEVICE), filter, shape, dim, seed, torch.float32, DEVICE)
+        got, plain = (case.run(backend, log_mass=True) for backend in ("triton", "reference"))
+        for name, want in case.run("reference", log_mass=True, wide=True).items():
+            assert torch.equal(got[name].isneginf(), want.isneginf()), name
+            finite = want.isfinite()
+            new = ((got[name] - want)[finite], (plain[name] - want)[finite], want[finite])
+            old = sums.get(name, (0.0, 0.0, 0.0))
+            sums[name] = tuple(a + x.square().sum().item() for a, x in zip(old, new, strict=True))
+        over = {}
+        for name, squares in sums.items():
+            error, usual, size = (math.sqrt(x) for x in squares)
+            budget = 2 * usual + rounding_of(case) * size
+            if error > budget:
+                over[name] = f"off by {error:.1e}, more than {budget:.1e}"
+        if not over:
+            return
+    assert not over
 
 
 @pytest.mark.parametrize("filter", FILTERS)
 @pytest.mark.parametrize("kernel", ["rbf", "polynomial", "lookup*buckets*alibi"])
 def test_every_filter_visits_what_it_shows(kernel, filter):
     compare(ALL[kernel](), FILTERS[filter](), Shape(queries=11, keys=11))
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        mc.Causal(),
+        mc.Causal() & mc.Padding([37, 50]),
+        mc.Causal() & mc.Window(30, 0),
+        mc.Causal() & mc.Window(1, 0),
+        mc.Memory(35),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("kernel", [mc.Exponential, lambda: mc.RBF(heads=HEADS)], ids="er")
+def test_keys_beyond_the_reach_of_a_table(kernel, filter):
+    """They get launches of their own, whose shares of everything are joined."""
+    table = mc.Lookup(torch.randn(5, DIM, generator=torch.Generator().manual_seed(3)))
+    compare(kernel() * table, filter, Shape(queries=40, keys=50))
 
 
 @pytest.mark.parametrize(

@@ -188,14 +188,16 @@ def flash_with_mass(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """CPU flash attention that also returns log_mass, with a gradient through it."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
+    # Both lie token by token, whatever q does; a compiled graph must know how.
+    return out.contiguous(), lse.contiguous()
 
 
 @flash_with_mass.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -236,15 +236,37 @@ def _keys_span(
 
 
 @triton.jit
+def _reference(col, HAS_COL: tl.constexpr):
+    """A number per key to count the others from.
+
+    The gradient of a scale sums u (<q, k> + col) over all pairs. What col has in common would be
+    a large sum that cancels; for a row, sum u is dlog_mass, so it is taken out.
+    """
+    out = 0.0
+    if HAS_COL:
+        out = tl.load(col)
+        out = tl.where(tl.abs(out) < float("inf"), out, 0.0)
+    return out
+
+
+@triton.jit
+def _store(target, x, mask, ADD: tl.constexpr):
+    """Store x, or add it to what another pass has stored."""
+    if ADD:
+        x += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, x.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _store_keys(
-    dk, dc, k, c, scale, DK, DC, DS, keys, sums, rows, j, num_keys, width,
+    dk, dc, k, c, ref, scale, DK, DC, DS, keys, sums, rows, j, num_keys, width,
     WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, SUM: tl.constexpr,
-    SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr,
+    SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dk, dcol and the keys' share of dscale, from sums without the scale of a head."""
     inside = j < num_keys
     if WANT and MODE == 1:
-        tl.store(DS + sums + j, c * dc if SUM else tl.zeros_like(c), mask=inside)
+        _store(DS + sums + j, (c - ref) * dc if SUM else tl.zeros_like(c), inside, ADD)
     if MODE != 2 and not SCALED:
         dk = dk * scale
         dc = dc * scale
@@ -252,9 +274,9 @@ def _store_keys(
         dk -= dc[:, None] * k.to(tl.float32)
     e = tl.arange(0, WIDTH)
     target = DK + rows[:, None] * width + e[None, :]
-    tl.store(target, dk.to(DK.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
+    _store(target, dk, inside[:, None] & (e[None, :] < width), ADD)
     if SAVE_COL:
-        tl.store(DC + keys + j, dc, mask=inside)
+        _store(DC + keys + j, dc, inside, ADD)
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
@@ -273,11 +295,12 @@ def backward_keys(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    TMA: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
+    TMA: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
     PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
+    ADD: another pass has stored its share before.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -360,26 +383,28 @@ def backward_keys(
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
     rows = _row_of(b, h, j.to(tl.int64), keys, num_heads, num_keys, TOKENS)
+    ref0 = _reference(C0 + b * scb0 + (h // gc0) * sch0, SUM0)
+    ref1 = _reference(C1 + b * scb1 + (h // gc1) * sch1, SUM1)
     if PART != 2:
         _store_keys(
-            dk0, dc0, k0, c0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, E0, MODE0, NORM0,
-            SUM0, SAVE_COL0, WANT0, FORM == POLY,
+            dk0, dc0, k0, c0, ref0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, E0, MODE0, NORM0,
+            SUM0, SAVE_COL0, WANT0, FORM == POLY, ADD,
         )  # fmt: skip
         e = tl.arange(0, V)
         target = DV + rows[:, None] * dv + e[None, :]
         mask = (j < num_keys)[:, None] & (e[None, :] < dv)
-        tl.store(target, dv_.to(DV.dtype.element_ty), mask=mask)
+        _store(target, dv_, mask, ADD)
     if E1 > 0 and PART != 1:
         _store_keys(
-            dk1, dc1, k1, c1, head1, DK1, DC1, DS1, keys, sums, rows, j, num_keys, e1, E1, MODE1, NORM1,
-            SUM1, SAVE_COL1, WANT1, False,
+            dk1, dc1, k1, c1, ref1, head1, DK1, DC1, DS1, keys, sums, rows, j, num_keys, e1, E1, MODE1, NORM1,
+            SUM1, SAVE_COL1, WANT1, False, ADD,
         )  # fmt: skip
 
 
 @triton.jit
 def _queries_span(
-    dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, start, stop, q0, q1, grad, scale0, scale1,
-    row0, row1, half, rate, lse2, delta, k0, k1, v, col0, col1, table, dtable, lengths, ids, i, n, b,
+    dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, start, stop, q0, q1, grad, scale0,
+    scale1, row0, row1, half, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, table, dtable, lengths, ids, i, n, b,
     bh, h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
     stride_ids, stt, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -398,7 +423,7 @@ def _queries_span(
     # A scale of each query has a gradient that needs the numbers themselves.
     EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY
     next0, next1 = lse2, lse2
-    if HAS_COL0 and (EACH or not SPREAD):
+    if HAS_COL0 and not SPREAD:
         next0 = _numbers(col0, start, num_keys, BN)
     if HAS_COL1:
         next1 = _numbers(col1, start, num_keys, BN)
@@ -420,10 +445,9 @@ def _queries_span(
         if CLIP < 0:
             # Started before the weights are formed, so that the two run side by side.
             dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
-        if HAS_COL0 and (EACH or not SPREAD):
+        if HAS_COL0 and not SPREAD:
             c0 = next0[None, :]
-            if not SPREAD:
-                t0 += c0
+            t0 += c0
             next0 = _numbers(col0, first_key + BN, num_keys, BN)
         if HAS_COL1:
             c1 = next1[None, :]
@@ -461,8 +485,10 @@ def _queries_span(
             later += tl.sum(pull0 * x, 1)
         elif WANT0 and LINK0 != IDENTITY:
             ds0 += tl.sum(u0 * t0, 1)
-        elif WANT0 and HAS_COL0 and MODE0 == 2:
-            ds0 += tl.sum(u0 * c0, 1)
+        elif EACH and SPREAD:
+            dcs = tl.dot(u0.to(kb0.dtype), c, dcs, input_precision=PRECISION)
+        elif EACH and HAS_COL0:
+            ds0 += tl.sum(u0 * (c0 - ref0), 1)
         if E1 > 0:
             u1 = u0
             if not SAME:
@@ -473,7 +499,7 @@ def _queries_span(
             if WANT1 and LINK1 != IDENTITY:
                 ds1 += tl.sum(u1 * t1, 1)
             elif WANT1 and HAS_COL1 and MODE1 == 2:
-                ds1 += tl.sum(u1 * c1, 1)
+                ds1 += tl.sum(u1 * (c1 - ref1), 1)
         if BIAS == 2:
             away = i[:, None] - j[None, :]
             dlog = g * p
@@ -484,33 +510,33 @@ def _queries_span(
             owned = (tl.abs(away) < CLIP) & (n[:, None] < num_queries) & (j[None, :] < num_keys)
             place = dtable + n[:, None].to(tl.int64) * (2 * CLIP + 1) + away + CLIP
             tl.store(place, dlog, mask=owned)
-    return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier
+    return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs
 
 
 @triton.jit
 def _store_queries(
-    dq, ds, dr, q, row, scale, DQ, DS, DR, line, sums, rows, n, num_queries, width,
+    dq, ds, dr, q, row, scale, common, DQ, DS, DR, line, sums, rows, n, num_queries, width,
     WIDTH: tl.constexpr, MODE: tl.constexpr, LINK: tl.constexpr, NORM: tl.constexpr,
-    HAS_ROW: tl.constexpr, WANT: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_ROW: tl.constexpr, WANT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale and drow, from sums without the scale; WHOLE: ds needs nothing more."""
     inside = n < num_queries
     wide = q.to(tl.float32)
     if WANT:
         if LINK == IDENTITY:
-            ds += tl.sum(wide * dq, 1)
+            ds += tl.sum(wide * dq, 1) + common
         if NORM and HAS_ROW and not WHOLE:
             ds += dr * row / scale
-        tl.store(DS + sums + n, ds, mask=inside)
+        _store(DS + sums + n, ds, inside, ADD)
     dq = dq * _down(scale, MODE)
     if HAS_ROW:
         if NORM:
             dq -= (dr * scale)[:, None] * wide
         else:
-            tl.store(DR + line + n, dr, mask=inside)
+            _store(DR + line + n, dr, inside, ADD)
     e = tl.arange(0, WIDTH)
     target = DQ + rows[:, None] * width + e[None, :]
-    tl.store(target, dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
+    _store(target, dq, inside[:, None] & (e[None, :] < width), ADD)
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
@@ -529,9 +555,13 @@ def backward_queries(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr, ADD: tl.constexpr,
+    CUT: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """dq, dscale, drow and dtable of one block of queries."""
+    """dq, dscale, drow and dtable of one block of queries.
+
+    CUT: keys beyond the table's reach are left to another pass, which ADDs its share.
+    """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -581,6 +611,9 @@ def backward_queries(
     half = none
     if STEADY and NORM0:
         half = -0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
+    ref0 = _reference(col0, WANT0 and HAS_COL0 and LINK0 == IDENTITY and MODE0 > 0)
+    ref1 = _reference(col1, WANT1 and HAS_COL1 and LINK1 == IDENTITY and MODE1 > 0)
+    dcs = tl.zeros((BM, COLUMNS), tl.float32)
     dq0 = tl.zeros((BM, E0), tl.float32)
     ds0, ds1, dr0, dr1, inner, later, earlier = none, none, none, none, none, none, none
     low = block * BM + place
@@ -607,9 +640,9 @@ def backward_queries(
         else:
             first_key, last_key = sure_stop, stop
         if (SIMPLE or span == 0) and (CLIP >= 0 or span != 2):
-            dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier = _queries_span(
-                dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, first_key, last_key, q0, q1,
-                grad, scale0, scale1, row0, row1, half, rate, lse2 - far if span == 1 else lse2, delta,
+            dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs = _queries_span(
+                dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, first_key, last_key, q0, q1,
+                grad, scale0, scale1, row0, row1, half, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
                 k0, k1, v, col0, col1, table, dtable, LENGTHS, IDS, i, n, b, bh, h0, h1,
                 hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
                 stride_ids, stt, e0, e1, dv, E0,
@@ -618,6 +651,13 @@ def backward_queries(
                 SAME, span == 0 or span == 3, EVEN, WANT0, WANT1, DROPOUT, PRECISION, BN, SPREAD,
                 TMA, STEADY,
             )  # fmt: skip
+    # What all weights of a row move by together.
+    moved = none
+    if HAS_LSE:
+        moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
+    if WANT0 and MODE0 == 2 and LINK0 == IDENTITY and SPREAD:
+        e = tl.arange(0, COLUMNS)[None, :]
+        ds0 += tl.sum(dcs * tl.where(e < 3, 1.0, tl.where(e == 3, -ref0, 0.0)), 1)
     sums = line + bh.to(tl.int64) * num_keys
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if FORM == POLY:
@@ -626,20 +666,20 @@ def backward_queries(
         if WANT0:
             tl.store(DS0 + sums + n, PARAM0 * grad_lse / scale0, mask=inside)
         _store_queries(
-            dq0, none, none, q0, none, PARAM0 * rate, DQ0, DS0, DR0, line, sums, rows, n, num_queries,
-            e0, E0, 2, LINK0, False, False, False, False,
+            dq0, none, none, q0, none, PARAM0 * rate, none, DQ0, DS0, DR0, line, sums, rows, n, num_queries,
+            e0, E0, 2, LINK0, False, False, False, False, ADD,
         )  # fmt: skip
     else:
         if STEADY:
             ds0 -= (inner - tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)) * later
         _store_queries(
-            dq0, ds0, dr0, q0, row0, scale0, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, E0,
-            MODE0, LINK0, NORM0, HAS_ROW0, WANT0, STEADY,
+            dq0, ds0, dr0, q0, row0, scale0, ref0 * moved, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, E0,
+            MODE0, LINK0, NORM0, HAS_ROW0, WANT0, STEADY, ADD,
         )  # fmt: skip
     if E1 > 0:
         _store_queries(
-            dq1, ds1, dr1, q1, row1, scale1, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, E1,
-            MODE1, LINK1, NORM1, HAS_ROW1, WANT1, False,
+            dq1, ds1, dr1, q1, row1, scale1, ref1 * moved, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, E1,
+            MODE1, LINK1, NORM1, HAS_ROW1, WANT1, False, ADD,
         )  # fmt: skip
     if CLIP >= 0:
         ends = dtable + n.to(tl.int64) * (2 * CLIP + 1)
@@ -647,4 +687,5 @@ def backward_queries(
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         rest = tl.where(lse2 == float("inf"), 0.0, grad_lse) - inner
         tl.store(ends, earlier, mask=inside)
-        tl.store(ends + 2 * CLIP, tl.where(near > sure_start, rest, later), mask=inside)
+        beyond = tl.where(i >= CLIP, rest, 0.0) if CUT else tl.where(near > sure_start, rest, later)
+        tl.store(ends + 2 * CLIP, beyond, mask=inside)

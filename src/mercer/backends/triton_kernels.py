@@ -28,7 +28,8 @@ GENERAL = tl.constexpr(0)
 PLAIN = tl.constexpr(1)
 POLY = tl.constexpr(2)
 FLAT = tl.constexpr(3)
-# Numbers per key as columns of a product: three, filled up to the least that a product takes.
+# Numbers per key as columns of a product: three, then a column of ones that only sums of gradients
+# read, filled up to the least that a product takes.
 COLUMNS = tl.constexpr(16)
 
 
@@ -319,7 +320,8 @@ def _numbers(col, start, num_keys, BN: tl.constexpr):
 @triton.jit
 def _ones(BM: tl.constexpr, dtype: tl.constexpr):
     """What columns are multiplied by to be added up."""
-    return tl.full((BM, COLUMNS), 1.0, dtype)
+    three = tl.where(tl.arange(0, COLUMNS) < 3, 1.0, 0.0)[None, :]
+    return (three + tl.zeros((BM, COLUMNS), tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -573,3 +575,39 @@ def merge(
     out = acc / safe[:, None]
     tl.store(OUT + n[:, None] * dv + e[None, :], out.to(OUT.dtype.element_ty), mask=mask)
     tl.store(LSE + n, tl.where(empty, float("-inf"), peak + tl.log(safe)), mask=inside)
+
+
+@triton.jit
+def merge_far(
+    OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, TABLE, num_heads, length, dv, stb, sth, stt, last,
+    V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """What the keys beyond a table's reach gave joins the rest; the table's end shifts their mass."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    e = tl.arange(0, V)
+    inside = n < length
+    line = bh.to(tl.int64) * length
+    offset = _row_of(b, h, n, line, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
+    mask = inside[:, None] & (e[None, :] < dv)
+    near = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
+    far = tl.load(FAR + offset, mask=mask, other=0.0).to(tl.float32)
+    if HAS_LOW:
+        near += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
+        far += tl.load(FAR_LOW + offset, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(TABLE + b * stb + h * sth + n * stt + last, mask=inside, other=0.0)
+    a = tl.load(LSE + line + n, mask=inside, other=float("-inf"))
+    c = tl.load(FAR_LSE + line + n, mask=inside, other=float("-inf")) + shift
+    peak = tl.maximum(a, c, propagate_nan=tl.PropagateNan.ALL)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    first, second = tl.exp(a - base), tl.exp(c - base)
+    mass = first + second
+    empty = mass == 0.0
+    safe = tl.where(empty, 1.0, mass)
+    out = (near * first[:, None] + far * second[:, None]) / safe[:, None]
+    rounded = out.to(OUT.dtype.element_ty)
+    tl.store(OUT + offset, rounded, mask=mask)
+    if HAS_LOW:
+        tl.store(LOW + offset, (out - rounded.to(tl.float32)).to(LOW.dtype.element_ty), mask=mask)
+    tl.store(LSE + line + n, tl.where(empty, float("-inf"), base + tl.log(safe)), mask=inside)

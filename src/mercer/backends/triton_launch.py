@@ -5,6 +5,8 @@ A call forms the numbers per key and per query, looks up its `Plan`, and starts 
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from .triton_plan import (
     Static,
     aligned_copy,
     copies,
+    cut_at_reach,
     describe,
     empty,
     launch_of,
@@ -33,6 +36,11 @@ from .triton_plan import (
     room,
     strides_of,
 )  # fmt: skip
+
+LOG2E = math.log2(math.e)
+# Two slots and the values that are wider than this are more than the registers hold: then there is a
+# pass over the keys for each slot.
+ROOM = 256
 
 
 def prepare(x: Inputs, static: Static, inside: bool = False) -> Numbers:
@@ -79,7 +87,7 @@ def _helper(
     if found is None:
         if len(_helpers) > 4096:
             _helpers.clear()
-        homes = {"delta": triton_backward, "merge": triton_kernels}
+        homes = {"delta": triton_backward, "merge": triton_kernels, "merge_far": triton_kernels}
         home = homes.get(name, triton_numbers)
         found = _helpers[key] = Launch(getattr(home, name), grid, constants, {})
     found(tensors, numbers)
@@ -131,7 +139,10 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
     return tensors
 
 
-def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, tuple[Plan, Numbers]]:
+Kept = tuple[tuple[Plan, ...], Numbers]
+
+
+def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Kept]:
     """(out, log_mass without the rows of plain factors, what rounding took from out, the rest)."""
     x = x.readable()
     v = x.v
@@ -140,10 +151,42 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, tuple[Pl
     first = static.slots[0]
     inside = parts > 1 and len(x.q) == 1 and first.norm and not (first.link or x.col[0].numel())
     ready = prepare(x, static, inside)
-    p = plan(x, static, ready)
+    keeps = keeps_low(static, x.table, v)
+    plans = _plans_of(x, static, ready)
+    (p, given), *others = plans
+    out, low, lse = _forward(given, p, ready, parts, inside, keeps)
+    for other, alone in others:
+        far = _forward(alone, other, ready, 1, False, keeps)
+        assert x.table is not None
+        _helper(
+            "merge_far", (-(-num_queries // 64), batch * heads, 1),
+            {"V": p.constants["V"], "BM": 64, "HAS_LOW": keeps, "TOKENS": static.tokens},
+            (out, low, lse, *far, x.table),
+            (heads, num_queries, v.shape[-1], *x.table.stride()[:3], x.table.shape[-1] - 1),
+        )  # fmt: skip
+    return out, lse, low, (tuple(plan for plan, _ in plans), ready)
+
+
+def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[tuple[Plan, Inputs]]:
+    """The launches that make up a call: one, or with a table that within its reach and that beyond."""
+    cut = None
+    if static.shape[2] > SPLIT_QUERIES:
+        cut = cut_at_reach(static, x.table, x.v.shape[2])
+    if cut is None:
+        return [(plan(x, static, ready), x)]
+    alone = replace(x, table=None)
+    return [(plan(x, cut[0], ready), x), (plan(alone, cut[1], ready), alone)]
+
+
+def _forward(
+    x: Inputs, p: Plan, ready: Numbers, parts: int, inside: bool, keeps: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, what rounding took from it, log_mass) of one plan."""
+    static, v = p.static, x.v
+    batch, heads, num_queries = static.shape
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
-    low = torch.empty_like(out) if keeps_low(static, x.table, v) else lse.new_empty(0)
+    low = torch.empty_like(out) if keeps else lse.new_empty(0)
     launch = launch_of(p, "forward", parts=parts, inside=inside, low=low.numel() > 0)
     targets = (out, low, lse)
     if parts > 1:
@@ -155,7 +198,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, tuple[Pl
             "merge", (-(-rows // 4), 1, 1), {"SPLITS": parts, "V": p.constants["V"], "BM": 4},
             (targets[0], targets[2], out, lse), (rows, v.shape[-1]),
         )  # fmt: skip
-    return out, lse, low, (p, ready)
+    return out, low, lse
 
 
 def keeps_low(static: Static, table: Tensor | None, v: Tensor) -> bool:
@@ -176,16 +219,14 @@ def _splits(x: Inputs, static: Static) -> int:
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
-    static: Static, kept: tuple[Plan, Numbers] | None = None,
+    static: Static, kept: Kept | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, scale, row, col and the table, in this order."""
     x = given.readable()
     v = x.v
-    if kept is None:
-        ready = prepare(x, static)
-        kept = plan(x, static, ready), ready
-    p, ready = kept
-    numbers = p.numbers(x.seed)
+    ready = prepare(x, static) if kept is None else kept[1]
+    plans = tuple(p for p, _ in _plans_of(x, static, ready)) if kept is None else kept[0]
+    p = plans[0]
     (batch, heads, num_queries), num_keys = static.shape, p.num_keys
     tokens = static.tokens
     grad_out = aligned_copy(grad_out, tokens)
@@ -217,23 +258,18 @@ def backward(
     drow = [torch.empty_like(y) for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
     dtable = [] if x.table is None else [lse.new_zeros(x.table.shape)]
-    # Two wide slots and the values are more than the registers hold: then one pass for each slot.
-    wide = len(slots) == 2 and p.constants["E0"] + p.constants["E1"] + p.constants["V"] > 256
-    for part in (1, 2) if wide else (0,):
-        launch = launch_of(p, "keys", grad_copies=copies(grad_out), part=part)
-        c = launch.constants
-        launch(
-            (*_tensors(x, ready, p, launch, "keys"),
-             describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
-             lse2, delta, dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
-            numbers,
-        )  # fmt: skip
-    launch = launch_of(p, "queries")
-    launch(
-        (*_tensors(x, ready, p, launch, "queries"), grad_out, lse2, delta, grad_lse, dq[0], dq[-1],
-         ds[0], ds[-1], drow[0], drow[-1], dtable[0] if dtable else delta),
-        numbers,
-    )  # fmt: skip
+    rows = (grad_out, lse2, delta)
+    of_keys = (dk, dv, dcol, ds)
+    within = (dq, ds, drow, dtable[0] if dtable else delta)
+    _backward(x, p, ready, rows, grad_lse, of_keys, within, lse=given_lse, cut=len(plans) > 1)
+    for p in plans[1:]:
+        assert x.table is not None
+        # The table's end is a shift of log_mass.
+        rows = (grad_out, torch.sub(lse2, x.table[..., -1], alpha=LOG2E), delta)
+        beyond = (dq, ds, drow, delta)
+        _backward(
+            replace(x, table=None), p, ready, rows, grad_lse, of_keys, beyond, lse=False, add=True
+        )
     dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [_reduced(y, to) for y, to in zip(dk, given.k, strict=True)]
     dscale = [
@@ -245,6 +281,34 @@ def backward(
         for y, to in zip(dcol, given.col, strict=True)
     ]
     return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *dtable]
+
+
+def _backward(
+    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor], grad_lse: Tensor,
+    of_keys: tuple[Any, ...], of_queries: tuple[Any, ...], *, lse: bool,
+    add: bool = False, cut: bool = False,
+) -> None:  # fmt: skip
+    """Both passes of one plan; `rows` are dO, log_mass to the base 2, and <dO, O>."""
+    grad_out, lse2, delta = rows
+    dk, dv, dcol, ds = of_keys
+    slots, numbers = p.static.slots, p.numbers(x.seed)
+    wide = len(slots) == 2 and p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
+    for part in (1, 2) if wide else (0,):
+        launch = launch_of(p, "keys", grad_copies=copies(grad_out), part=part, add=add)
+        c = launch.constants
+        launch(
+            (*_tensors(x, ready, p, launch, "keys"),
+             describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
+             lse2, delta, dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
+            numbers,
+        )  # fmt: skip
+    dq, ds, drow, dtable = of_queries
+    launch = launch_of(p, "queries", add=add, cut=cut, lse=lse)
+    launch(
+        (*_tensors(x, ready, p, launch, "queries"), grad_out, lse2, delta, grad_lse, dq[0], dq[-1],
+         ds[0], ds[-1], drow[0], drow[-1], dtable),
+        numbers,
+    )  # fmt: skip
 
 
 def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tensor:

@@ -19,7 +19,7 @@ def _split(x, target, n, inside):
     middle = (x - high).to(dtype).to(tl.float32)
     low = x - high - middle
     parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
-    parts = tl.where(e < 3, parts, 0.0)
+    parts = tl.where(e < 3, parts, tl.where(e == 3, 1.0, 0.0))
     tl.store(target + n[:, None] * COLUMNS + e, parts.to(dtype), mask=inside[:, None])
 
 

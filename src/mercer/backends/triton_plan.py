@@ -407,6 +407,28 @@ SPLIT_QUERIES = 16
 SPLITS = {64: (16, 128, 8, 3), 128: (16, 128, 8, 3), 256: (16, 64, 4, 3)}
 
 
+# Keys beyond a table's reach get a launch of their own where they are this many times its reach.
+CUT = 8
+
+
+def cut_at_reach(
+    static: Static, table: Tensor | None, num_keys: int
+) -> tuple[Static, Static] | None:
+    """The same call within a table's reach, and beyond it; None if one launch does both.
+
+    Beyond it there is no table but a shift of log_mass: plain kernels do the most of the work.
+    """
+    if table is None or len(static.filter) != 1 or not static.simple:
+        return None
+    (clause,), clip = static.filter, (table.shape[-1] - 1) // 2
+    causal, left, right, *middle, gap = clause
+    plain = len(static.slots) == 1 and static.slots[0].link == 0
+    if not (plain and causal and num_keys >= CUT * clip) or 0 <= left < clip or gap:
+        return None
+    near = static._replace(filter=((causal, clip - 1, right, *middle, gap),))
+    return near, static._replace(filter=((causal, left, right, *middle, clip),))
+
+
 def _bucket(p: Plan) -> int:
     """The width that decides on block sizes."""
     c = p.constants
@@ -434,10 +456,11 @@ def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
 
 def launch_of(
     p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
-    low: bool = False, part: int = 0,
+    low: bool = False, part: int = 0, add: bool = False, cut: bool = False,
+    lse: bool = False,
 ) -> Launch:  # fmt: skip
     """The kernel of this kind for the plan."""
-    key = (kind, parts, inside, grad_copies, low, part)
+    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -462,6 +485,8 @@ def launch_of(
         if kind == "queries":
             kernel = triton_backward.backward_queries
             flags["SPREAD"] = spread
+            flags |= {"CUT": cut, "HAS_LSE": lse}
+        flags["ADD"] = add
     if kind == "keys":
         flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part}
     else:
