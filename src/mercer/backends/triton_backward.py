@@ -591,7 +591,7 @@ def backward_queries(
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
         dq1 = tl.zeros((BM, E1), tl.float32)
     if SPREAD:
-        q1 = _ones(BM, q0.dtype)
+        q1 = _ones(BM, q0.dtype, MODE0)
     h0, h1, hv = h // group0, h // group1, h // group_v
     k0 = _head(K0, b, h0, skb0, skh0, TMA)
     k1 = _head(K1, b, h1, skb1, skh1, TMA and (E1 > 0 or SPREAD))

@@ -28,8 +28,8 @@ GENERAL = tl.constexpr(0)
 PLAIN = tl.constexpr(1)
 POLY = tl.constexpr(2)
 FLAT = tl.constexpr(3)
-# Numbers per key as columns of a product: three, then a column of ones that only sums of gradients
-# read, filled up to the least that a product takes.
+# Numbers per key as columns of a product: three, filled up to the least that a product takes. Where
+# every query has its own scale, the fourth is ones, for sums of gradients alone.
 COLUMNS = tl.constexpr(16)
 
 
@@ -318,10 +318,13 @@ def _numbers(col, start, num_keys, BN: tl.constexpr):
 
 
 @triton.jit
-def _ones(BM: tl.constexpr, dtype: tl.constexpr):
+def _ones(BM: tl.constexpr, dtype: tl.constexpr, MODE: tl.constexpr):
     """What columns are multiplied by to be added up."""
-    three = tl.where(tl.arange(0, COLUMNS) < 3, 1.0, 0.0)[None, :]
-    return (three + tl.zeros((BM, COLUMNS), tl.float32)).to(dtype)
+    out = tl.full((BM, COLUMNS), 1.0, dtype)
+    if MODE == 2:
+        three = tl.arange(0, COLUMNS)[None, :] < 3
+        out = tl.where(three, out, tl.zeros_like(out))
+    return out
 
 
 @triton.jit
@@ -466,7 +469,7 @@ def forward(
         scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1, LOG1)
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
     if SPREAD:
-        q1 = _ones(BM, q0.dtype)
+        q1 = _ones(BM, q0.dtype, MODE0)
     h0, h1, hv = h // group0, h // group1, h // group_v
     k0 = _head(K0, b, h0, skb0, skh0, TMA)
     k1 = _head(K1, b, h1, skb1, skh1, TMA and (E1 > 0 or SPREAD))

@@ -40,7 +40,7 @@ from .triton_plan import (
 LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
 # pass over the keys for each slot.
-ROOM = 256
+ROOM = 512
 
 
 def prepare(x: Inputs, static: Static, inside: bool = False) -> Numbers:
@@ -54,14 +54,16 @@ def prepare(x: Inputs, static: Static, inside: bool = False) -> Numbers:
         if slot.norm and not inside:
             # A distance's own numbers; those that came join them.
             came, shape = col.numel() > 0, (k.shape[0], k.shape[1], k.shape[2])
-            norms, columns = _norms(k, col, None, shape, spread and not came)
+            norms, columns = _norms(k, col, None, shape, spread and not came, slot.mode)
             col = add(norms, col) if came else norms
         if slot.norm and slot.link:
-            row, _ = _norms(x.q[n], x.scale[n], slot, static.shape, False)
+            row, _ = _norms(x.q[n], x.scale[n], slot, static.shape, False, 0)
         cols.append(col)
         rows.append(row)
     if columns is None:
-        columns = _columns(cols[0], x.v.dtype) if spread and cols[0].numel() else cols[0]
+        mode = static.slots[0].mode
+        wanted = spread and cols[0].numel() > 0
+        columns = _columns(cols[0], x.v.dtype, mode) if wanted else cols[0]
     return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns)
 
 
@@ -76,7 +78,7 @@ _helpers: dict[tuple[Any, ...], Launch] = {}
 
 def _helper(
     name: str, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
-    numbers: tuple[int | float, ...],
+    numbers: tuple[int | float, ...], warps: int = 4,
 ) -> None:  # fmt: skip
     """Start one of the small kernels."""
     from . import triton_backward, triton_kernels, triton_numbers
@@ -89,12 +91,17 @@ def _helper(
             _helpers.clear()
         homes = {"delta": triton_backward, "merge": triton_kernels, "merge_far": triton_kernels}
         home = homes.get(name, triton_numbers)
-        found = _helpers[key] = Launch(getattr(home, name), grid, constants, {})
+        found = _helpers[key] = Launch(getattr(home, name), grid, constants, {"num_warps": warps})
     found(tensors, numbers)
 
 
 def _norms(
-    x: Tensor, scale: Tensor, slot: Slot | None, shape: tuple[int, int, int], split: bool
+    x: Tensor,
+    scale: Tensor,
+    slot: Slot | None,
+    shape: tuple[int, int, int],
+    split: bool,
+    mode_of: int,
 ) -> tuple[Tensor, Tensor | None]:
     """-scale |x|^2 / 2, of shape, and the same as columns; without a slot the scale is 1."""
     out = x.new_empty(shape, dtype=torch.float32)
@@ -103,19 +110,21 @@ def _norms(
     mode, number, log = (0, 1.0, NO_LOG) if slot is None else (slot.mode, slot.number, slot.log)
     _helper(
         "half_norms", (-(-shape[2] // 64), shape[0] * shape[1], 1),
-        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 64, "SPLIT": split},
+        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 64, "SPLIT": split, "FOR": mode_of},
         (x, scale, out, out if columns is None else columns),
         (number, 0 if scale.numel() == 1 else 1, shape[1], shape[2], width, *strides_of(x, shape[0])),
     )  # fmt: skip
     return out, columns
 
 
-def _columns(col: Tensor, dtype: torch.dtype) -> Tensor:
+def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
     """Numbers per key as columns whose sum they are, [B, H, K, 16]."""
     col = col.contiguous()
     out = col.new_empty(*col.shape, 16, dtype=dtype)
     count = col.numel()
-    _helper("split_columns", (-(-count // 256), 1, 1), {"BM": 256}, (col, out), (count,))
+    _helper(
+        "split_columns", (-(-count // 256), 1, 1), {"BM": 256, "FOR": mode}, (col, out), (count,)
+    )
     return out
 
 
@@ -318,8 +327,8 @@ def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tens
     batch, heads, count = sums.shape
     out = sums.new_empty(heads)
     _helper(
-        "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 4096}, (sums, given, out),
-        (batch, heads, count, 0 if given.numel() == 1 else 1),
+        "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 8192}, (sums, given, out),
+        (batch, heads, count, 0 if given.numel() == 1 else 1), warps=16,
     )  # fmt: skip
     return out if given.numel() > 1 else out.sum(0, keepdim=True)
 

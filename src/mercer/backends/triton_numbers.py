@@ -11,7 +11,7 @@ from .triton_kernels import COLUMNS, _bent, _rows, _scale, _tanh
 
 
 @triton.jit
-def _split(x, target, n, inside):
+def _split(x, target, n, inside, MODE: tl.constexpr):
     """Store numbers as COLUMNS columns of half precision that add up to them."""
     e = tl.arange(0, COLUMNS)[None, :]
     dtype = target.dtype.element_ty
@@ -19,7 +19,9 @@ def _split(x, target, n, inside):
     middle = (x - high).to(dtype).to(tl.float32)
     low = x - high - middle
     parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
-    parts = tl.where(e < 3, parts, tl.where(e == 3, 1.0, 0.0))
+    parts = tl.where(e < 3, parts, 0.0)
+    if MODE == 2:
+        parts = tl.where(e == 3, 1.0, parts)
     tl.store(target + n[:, None] * COLUMNS + e, parts.to(dtype), mask=inside[:, None])
 
 
@@ -27,7 +29,7 @@ def _split(x, target, n, inside):
 def half_norms(
     X, S, OUT, SPLIT_OUT, number, stride, num_heads, length, width, sxb, sxh, sxt,
     WIDTH: tl.constexpr, MODE: tl.constexpr, LOG: tl.constexpr, BM: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, FOR: tl.constexpr,
 ):  # fmt: skip
     """-|x|^2 / 2 of every place, times a scale; NaN where x is not finite."""
     bh = tl.program_id(1)
@@ -40,14 +42,14 @@ def half_norms(
     norm = -0.5 * tl.sum(x * x, 1) * _scale(S, number, stride, h, line, n, inside, MODE, LOG)
     tl.store(OUT + line + n, norm, mask=inside)
     if SPLIT:
-        _split(norm, SPLIT_OUT, line + n, inside)
+        _split(norm, SPLIT_OUT, line + n, inside, FOR)
 
 
 @triton.jit
-def split_columns(COL, OUT, count, BM: tl.constexpr):
-    """Numbers as columns, [count, COLUMNS]."""
+def split_columns(COL, OUT, count, BM: tl.constexpr, FOR: tl.constexpr):
+    """Numbers as columns, [count, COLUMNS], for scales of a mode."""
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    _split(tl.load(COL + n, mask=n < count, other=0.0), OUT, n, n < count)
+    _split(tl.load(COL + n, mask=n < count, other=0.0), OUT, n, n < count, FOR)
 
 
 @triton.jit
