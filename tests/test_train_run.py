@@ -7,6 +7,7 @@ import math
 import random
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -50,6 +51,21 @@ def test_a_tiny_model_learns_in_seconds(small):
     assert seen[0].steps == 40
     assert seen[0].seconds_left > 0
     assert all("bits_per_byte" in p.metrics for p in seen if p.metrics)
+
+
+def test_evaluations_that_take_long_are_rare_unless_they_are_asked_for(small, monkeypatch):
+    task = TASKS["lm"]
+    evaluate = task.evaluate
+
+    def slowly(self, *args, **kwargs):
+        time.sleep(0.5)
+        return evaluate(self, *args, **kwargs)
+
+    monkeypatch.setattr(task, "evaluate", slowly)
+    for given, count in (({}, 2), ({"eval_every": 2}, 5)):
+        result = run(Settings(**{**small, "steps": 10, **given}))
+        # The first that is due, and the last; or all of them.
+        assert len([line for line in result.history if "bits_per_byte" in line]) == count
 
 
 @pytest.mark.parametrize("name", mc.systems.SYSTEMS)

@@ -22,8 +22,8 @@ MODES = ("blocks", "sliding", "memory")
 
 # May differ when a run goes on: they say how it is watched, kept and spread, not what it computes.
 FREE = (
-    "output", "resume", "log_every", "eval_every", "save_every", "keep", "tensorboard",
-    "accumulate", "workers", "fsdp", "device", "cache",
+    "output", "resume", "log_every", "eval_every", "eval_sparingly", "save_every", "keep",
+    "tensorboard", "accumulate", "workers", "fsdp", "device", "cache",
 )  # fmt: skip
 
 WHOLE = (
@@ -91,6 +91,8 @@ class Settings:
     # How often, in steps; None: about a hundred logs and ten evaluations, a checkpoint with each.
     log_every: int | None = None
     eval_every: int | None = None
+    # Leave out evaluations that take over half as long as the steps; None: if eval_every is None.
+    eval_sparingly: bool | None = None
     save_every: int | None = None
     keep: int = 2
     # How a language model is judged, and on how many tokens, pairs or images at most.
@@ -126,6 +128,7 @@ class Settings:
             "smoothing": _or(self.smoothing, smoothing),
             "log_every": _or(self.log_every, _every(steps, 100)),
             "eval_every": _or(self.eval_every, _every(steps, 10)),
+            "eval_sparingly": _or(self.eval_sparingly, self.eval_every is None),
             "system_options": dict(self.system_options),
             "overrides": dict(self.overrides),
             "data_options": dict(self.data_options),

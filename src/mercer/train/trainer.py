@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,8 @@ from .tasks import Task
 
 # Trainer counts in steps; a run that ends by time alone has more of them than anyone will see.
 ENDLESS = 1_000_000_000
+# How long evaluations may take, as a share of the time spent in steps.
+SPARING = 0.5
 
 
 class KernelTrainer(Trainer):
@@ -77,6 +80,8 @@ class KernelTrainer(Trainer):
         self.broken_at: int | None = None
         self.stopped_by = 0
         self.metrics: dict[str, float] = {}
+        # Seconds spent in evaluations.
+        self._judging = 0.0
         self._tokens = self._tokens_seen = team.sum([0])[0]
         # Tokens and seconds after the first step: it compiles, plans and allocates.
         self._mark: tuple[float, float] | None = None
@@ -212,6 +217,10 @@ class KernelTrainer(Trainer):
         control.should_evaluate = not last and step % _given(settings.eval_every) == 0
         control.should_save = last or step % _given(settings.save_every) == 0
         self._learn(everything=last or control.should_save or control.should_evaluate)
+        if control.should_evaluate and settings.eval_sparingly:
+            # The clock of the main process decides for all.
+            spent = self.team.tell(lambda: self._judging)
+            control.should_evaluate = spent <= SPARING * self.agreed_seconds
         over = settings.time is not None and self.agreed_seconds >= settings.time
         if over or self.stopped_by:
             # The last step is looked at too before it is kept.
@@ -287,8 +296,10 @@ class KernelTrainer(Trainer):
         final: bool = False,
     ) -> dict[str, float]:
         """What the task is judged by; the state of the training is left as it was."""
+        began = time.perf_counter()
         with self.clock.paused(), kept_random():
             self.metrics = self.task.evaluate(self.model, self.team, final=final)
+        self._judging += time.perf_counter() - began
         self._tell(self.state.global_step, dict(self.metrics))
         if self.on_progress is not None:
             step = self.state.global_step
