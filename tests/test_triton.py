@@ -10,7 +10,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
-from mercer.backends import triton_launch
+from mercer.backends import triton_launch, triton_plan
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.filters import Earlier
 from mercer.testing import Shape, check_accuracy, inputs
@@ -85,8 +85,9 @@ def test_every_filter_visits_what_it_shows(kernel, filter):
     ids=repr,
 )
 @pytest.mark.parametrize("kernel", [mc.Exponential, lambda: mc.RBF(heads=HEADS)], ids="er")
-def test_keys_beyond_the_reach_of_a_table(kernel, filter):
+def test_keys_beyond_the_reach_of_a_table(kernel, filter, monkeypatch):
     """They get launches of their own, whose shares of everything are joined."""
+    monkeypatch.setattr(triton_plan, "CUT", 8)
     table = mc.Lookup(torch.randn(5, DIM, generator=torch.Generator().manual_seed(3)))
     compare(kernel() * table, filter, Shape(queries=40, keys=50))
 
