@@ -248,7 +248,7 @@ def test_auto_takes_it_on_a_gpu_for_filters_that_others_refuse(device):
         for filter in (Odd(), MANY):
             said = mc.explain(mc.Laplace(4.0).to(device), q, q, q, filter=filter)
             assert said.backend == ("flex" if GPU else "chunked")
-        assert mc.explain(mc.Exponential(), q, q, q, filter=mc.Causal()).backend == "sdpa"
+        assert mc.explain(mc.Exponential(), q, q, q, filter=mc.Causal()).backend != "flex"
     # its numbers per key and query need gradients here
     said = mc.explain(mc.Laplace(4.0).to(device), q, q, q, filter=Odd())
     assert said.backend == "chunked"

@@ -196,6 +196,23 @@ def test_memory_of_earlier_segments():
     torch.testing.assert_close(alone, logits_of(model, ids[:, 4:8]), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["dai2019", "vaswani2017", "kundu2026", "leng2026"])
+def test_segments_of_a_long_input(name):
+    """As by hand with a memory; no gradient goes from a segment to those before it."""
+    fields = {"segment_length": 4, "memory_length": 6, "tie_word_embeddings": False}
+    model, ids = make(name, dtype=torch.float64, **fields), torch.arange(12).expand(2, -1)
+    memory = model.new_memory()
+    pieces = [logits_of(model, segment, memory=memory) for segment in ids.split(4, 1)]
+    out = model(ids, labels=ids, output_hidden_states=True)
+    torch.testing.assert_close(out.logits, torch.cat(pieces, 1), rtol=0, atol=1e-9)
+    assert len(out.hidden_states) == 1 + len(model.blocks)
+    (grad,) = torch.autograd.grad(out.logits[:, 8:].sum(), model.embed.weight)
+    assert not grad[:8].any()
+    assert grad[8:12].any()
+    with pytest.raises(ValueError, match="without padding"):
+        model(ids, labels=ids, attention_mask=torch.arange(12).expand(2, -1) > 1)
+
+
 def test_memory_with_value_embeddings_and_token_kernels():
     fields = {"value_embeddings": True, "num_layers": 2}
     model, ids = make("leng2026", dtype=torch.float64, **fields), draw(2, 12)

@@ -103,3 +103,15 @@ def test_memory_grows_with_the_batch_and_the_states():
         count(presets.lm("tiny"), 0)
     assert "total" in str(counted)
     assert "FLOPs per token" in str(counted)
+
+
+def test_segments_see_what_they_remember():
+    """All but the first of 40 see 150 places more, whose keys and values they form anew."""
+    config = presets.lm("xl-base")
+    long, short = (count(config, length) for length in (6000, 150))
+    pairs = 150 * 39 / 40
+    # A head's content and value, and the sinusoids, which are as wide as the model.
+    pair = 2.0 * config.num_heads * (41 + 41 + 410)
+    again = 2.0 * 2 * config.d_model**2 * 39 / 40
+    extra = config.num_layers * (pair * pairs + again)
+    assert (long.flops_per_token - short.flops_per_token) / 3 == pytest.approx(extra, rel=1e-6)

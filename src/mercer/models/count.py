@@ -90,7 +90,7 @@ def count(model: PreTrainedModel | PreTrainedConfig, length: int | None = None) 
         raise ValueError(f"length must be at least 1, but came as {length}")
     layers = [m for m in model.modules() if isinstance(m, KernelAttention | GaussianAttention)]
     forward = sum(_linear(m, length, config) for m in model.modules())
-    forward += sum(_attention(layer, length) for layer in layers)
+    forward += sum(_attention(layer, length, _segments(config, length)) for layer in layers)
     nets = [m for m in model.modules() if isinstance(m, FeedForward)]
     kept = sum(8 * m.d_model for m in layers) + sum(2 * m.up.out_features for m in nets)
     return Count(
@@ -150,26 +150,41 @@ def _linear(module: nn.Module, length: int, config: Any) -> float:
     return 0.0
 
 
-def _attention(layer: Attention, length: int) -> float:
+def _segments(config: Any, length: int) -> list[tuple[int, int]]:
+    """How many tokens are read at once, and how many states are remembered then."""
+    size = getattr(config, "segment_length", None)
+    if size is None or length <= size:
+        return [(length, 0)]
+    held = config.memory_length or size
+    return [(min(size, length - n), min(n, held)) for n in range(0, length, size)]
+
+
+def _attention(layer: Attention, length: int, segments: list[tuple[int, int]]) -> float:
     cost = layer.cost
     assert isinstance(cost, Cost)
-    seen = visible_pairs(layer.filter, length) / length
+    seen = sum(visible_pairs(layer.filter, *segment) for segment in segments) / length
     flops = 2.0 * layer.num_heads * (seen * cost.pair + cost.tables)
-    if isinstance(layer, KernelAttention) and layer.has_token_kernels:
-        assert isinstance(layer.tokens, TokenKernels)
-        mixed = len(layer.tokens.on) * layer.num_kv_heads * layer.head_dim
-        flops += 2.0 * layer.tokens.size * mixed
+    if isinstance(layer, KernelAttention):
+        # Keys and values of what is remembered are formed anew.
+        again = sum(before for _, before in segments) / length
+        flops += (
+            2.0 * again * ((layer.key or layer.query).weight.numel() + layer.value.weight.numel())
+        )
+        if layer.has_token_kernels:
+            assert isinstance(layer.tokens, TokenKernels)
+            mixed = len(layer.tokens.on) * layer.num_kv_heads * layer.head_dim
+            flops += 2.0 * layer.tokens.size * mixed
     return flops
 
 
-def visible_pairs(filter: Filter, length: int) -> int:
-    """How many pairs of a query and a key the filter shows, in one sequence."""
+def visible_pairs(filter: Filter, length: int, before: int = 0) -> int:
+    """How many pairs of a query and a key are visible, with so many keys before the first query."""
     if isinstance(filter, Full):
-        return length * length
-    j = torch.arange(length, device="cpu")
+        return length * (before + length)
+    j = torch.arange(before + length, device="cpu")
     seen = 0
     # By rows, since a mask of all pairs may not fit.
-    for i in j.split(1024):
-        visible = torch.as_tensor(filter.sees(0, i[:, None], j, 0))
-        seen += int(visible.expand(len(i), length).sum())
+    for i in j[before:].split(1024):
+        visible = torch.as_tensor(filter.sees(0, i[:, None], j, before))
+        seen += int(visible.expand(len(i), len(j)).sum())
     return seen

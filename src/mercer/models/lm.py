@@ -118,6 +118,37 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
             cache, attention_mask = None, None
         else:
             cache = self.choose_cache(past_key_values, use_cache, labels)
+        length = self.config.segment_length
+        keep = bool(output_hidden_states)
+        if (
+            length is None
+            or cache is not None
+            or memory is not None
+            or input_ids.shape[1] <= length
+        ):
+            hidden = self._states(input_ids, attention_mask, cache, memory, keep)
+        else:
+            memory = self.new_memory(self.config.memory_length or length)
+            self._check_memory(memory, attention_mask, False)
+            parts = input_ids.split(length, 1)
+            segments = [self._states(ids, None, None, memory, keep) for ids in parts]
+            hidden = [torch.cat(states, 1) for states in zip(*segments, strict=True)]
+        x = hidden[-1]
+        loss, logits = self._read_out(self.norm(x), labels, logits_to_keep, kwargs)
+        out: dict[str, Any] = {"loss": loss, "logits": logits, "past_key_values": cache}
+        if output_hidden_states:
+            out["hidden_states"] = tuple(hidden)
+        return CausalLMOutputWithPast(**out)
+
+    def _states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        cache: KernelCache | None,
+        memory: Sequence[SegmentMemory] | None,
+        keep: bool,
+    ) -> list[Tensor]:
+        """The states after the last block, [B, T, d_model]; to keep, those before it come first."""
         before = self._seen(cache, memory)
         batch, new = input_ids.shape
         self.check_length(before + new)
@@ -137,13 +168,9 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
                 token_ids=input_ids,
                 offset=offset,
             )
-            if output_hidden_states:
+            if keep:
                 hidden.append(x)
-        loss, logits = self._read_out(self.norm(x), labels, logits_to_keep, kwargs)
-        out: dict[str, Any] = {"loss": loss, "logits": logits, "past_key_values": cache}
-        if output_hidden_states:
-            out["hidden_states"] = tuple(hidden)
-        return CausalLMOutputWithPast(**out)
+        return hidden if keep else [x]
 
     def _read_out(
         self, x: Tensor, labels: Tensor | None, keep: int | Tensor, kwargs: dict[str, Any]

@@ -28,6 +28,8 @@ class KernelLMConfig(KernelConfig):
             to the values; `kundu2026` has no values to add it to.
         windows, short_window: a pattern such as "SSSL"; S sees `short_window` places back, L all.
         memory_length: how many states of earlier segments `new_memory` holds in each layer.
+        segment_length: read what is longer, where no cache is kept, segment by segment: each sees
+            the states of those before it, without gradient (Transformer-XL).
         input_position: "learned" or "sinusoid", added once to the embeddings; None: not at all. The
             positions of the layers are theirs.
         embedding_scale: multiply embeddings by sqrt(d_model).
@@ -75,6 +77,7 @@ class KernelLMConfig(KernelConfig):
         windows: str | None = None,
         short_window: int | None = None,
         memory_length: int | None = None,
+        segment_length: int | None = None,
         input_position: str | None = None,
         embedding_scale: bool = False,
         embedding_norm: bool = False,
@@ -104,7 +107,7 @@ class KernelLMConfig(KernelConfig):
         self.activation, self.bias, self.normalize = activation, bias, normalize
         self.value_embeddings, self.windows = value_embeddings, windows
         self.short_window, self.memory_length = short_window, memory_length
-        self.input_position = input_position
+        self.segment_length, self.input_position = segment_length, input_position
         self.embedding_scale, self.embedding_norm = embedding_scale, embedding_norm
         self.cutoffs, self.div = None if cutoffs is None else list(cutoffs), div
         self.logit_cap, self.dropout = logit_cap, dropout
@@ -115,6 +118,8 @@ class KernelLMConfig(KernelConfig):
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.pad_token_id = pad_token_id
         check_whole(vocab_size=vocab_size, num_layers=num_layers, context_length=context_length)
+        if segment_length is not None:
+            check_whole(segment_length=segment_length)
         check_names(input_position, residual_start)
         if self.windows is not None and self.short_window is None:
             self.short_window = max(context_length // 2, 1)

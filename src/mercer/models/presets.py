@@ -21,6 +21,7 @@ LM: dict[str, dict[str, Any]] = {
         "d_ff": 2100,
         "context_length": 150,
         "memory_length": 150,
+        "segment_length": 150,
         "pre_norm": False,
         "activation": "relu",
         "bias": True,
