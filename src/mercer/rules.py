@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends import Task, sdpa
 from .links import Power
-from .term import Apart, Factor, LogScale, Scored, Steered, Term, accumulator
+from .term import Apart, Factor, LogScale, Scored, Sloped, Steered, Term, accumulator
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.
@@ -148,7 +148,7 @@ def _learns(task: Task) -> bool:
         # What is formed when asked for is not formed for this.
         tensors += [f.q, f.k, *_parts_of_scale(f)]
         # The numbers of a distance are made of these.
-        tensors += [] if isinstance(f, Apart) else [f.row, f.col]
+        tensors += [] if isinstance(f, Apart | Sloped) else [f.row, f.col]
     return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 

@@ -184,6 +184,30 @@ class Steered(Apart):
         return self._scale
 
 
+class Sloped(Factor):
+    """-m (i - j) = m j - m i where j <= i; counted from the last key, so numbers stay small.
+
+    What depends on the query is formed when somebody asks for it.
+    """
+
+    _row: Tensor | None
+
+    def __init__(self, slope: Tensor, num_queries: int, num_keys: int) -> None:
+        places = torch.arange(1 - num_keys, 1, device=slope.device, dtype=slope.dtype)
+        self.q = slope.new_empty(1, slope.shape[0], num_queries, 0)
+        self.k = slope.new_empty(1, 1, num_keys, 0)
+        self.scale, self.col, self.link = slope[:, None, None], places[None, None], None
+        self._row = None
+
+    @property
+    def row(self) -> Tensor:  # type: ignore[override]
+        if self._row is None:
+            assert isinstance(self.scale, Tensor)
+            late = torch.arange(1 - self.q.shape[2], 1, device=self.q.device, dtype=self.q.dtype)
+            self._row = -(self.scale[..., 0] * late)[None]
+        return self._row
+
+
 def half_norm(x: Tensor) -> Tensor:
     """-|x|^2 / 2 in the accumulator's dtype, [B, H, T]."""
     # The norm reads half precision and sums in float32, without a copy of x in float32.
@@ -288,7 +312,7 @@ class Term:
             if isinstance(bias, Relative):
                 tables.append(bias)
             elif causal:
-                factors.append(_slope_as_column(bias.slope, num_queries, num_keys))
+                factors.append(Sloped(bias.slope, num_queries, num_keys))
             else:
                 clip = max(num_queries, num_keys, 1) - 1
                 far = torch.arange(-clip, clip + 1, device=bias.slope.device).abs()
@@ -305,20 +329,6 @@ class Term:
         linked = [f for f in self.factors if f.link is not None]
         groups = ([plain] if plain else []) + [[f] for f in linked]
         return tuple(_side_by_side(group, dtype) for group in groups)
-
-
-def _slope_as_column(slope: Tensor, num_queries: int, num_keys: int) -> Factor:
-    """-m (i - j) = m j - m i where j <= i; counted from the last key, so numbers stay small."""
-    heads = slope.shape[0]
-    wide = torch.arange(1 - num_keys, 1, device=slope.device, dtype=slope.dtype)
-    late = torch.arange(1 - num_queries, 1, device=slope.device, dtype=slope.dtype)
-    return Factor(
-        q=slope.new_zeros(1, heads, num_queries, 0),
-        k=slope.new_zeros(1, 1, num_keys, 0),
-        scale=slope[:, None, None],
-        col=wide[None, None],
-        row=-(slope[:, None] * late)[None],
-    )
 
 
 def _side_by_side(factors: list[Factor], dtype: torch.dtype) -> Lifted:

@@ -103,7 +103,7 @@ def run(task: Task) -> Smoothed:
         else:
             mode, scale = 1, f.scale.float().reshape(-1)
         norm = isinstance(f, Apart)
-        row = none if norm or f.row is None or f.link is None else _full(f.row, shape)
+        row = none if norm or f.link is None or f.row is None else _full(f.row, shape)
         col = none if norm or f.col is None else f.col.float()
         if isinstance(f, Joined):
             norm, col = True, f.extra.float()
