@@ -76,7 +76,7 @@ def chunk_size(dim: int, values: int) -> int:
 
 
 def _power(width: int) -> int:
-    # Not below 32: blocks of 16 by 128 that a loop reads ahead come out wrong from Triton 3.6.
+    # Not below 32: with 16, Triton 3.6 made kernels that read where nothing is.
     return max(32, 1 << (width - 1).bit_length())
 
 
