@@ -20,7 +20,7 @@ ORDER = [
     ("rules",),
     ("dispatch",),
     ("problem",),
-    ("smoother",),
+    ("smoother", "nearest"),
     ("explain", "vicinity"),
     ("nn",),
     ("systems",),

@@ -175,12 +175,15 @@ class Steered(Apart):
     def per_query(self) -> bool:
         return True
 
+    def log_scale(self) -> Tensor:
+        """log s_i, [B, H, Q, 1]."""
+        steer = self.x.to(self.w.dtype) @ self.w[..., None]
+        return self.base.bent()[:, None, None] + self.reach * torch.tanh(steer / self.reach)
+
     @property
     def scale(self) -> Tensor:  # type: ignore[override]
         if self._scale is None:
-            steer = self.x.to(self.w.dtype) @ self.w[..., None]
-            steer = self.reach * torch.tanh(steer / self.reach)
-            self._scale = torch.exp(-2.0 * (self.base.bent()[:, None, None] + steer))
+            self._scale = torch.exp(-2.0 * self.log_scale())
         return self._scale
 
 

@@ -300,6 +300,12 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
                     f"mercer train {stored.task} --output {wanted['output']} --resume"
                 )
             return replace(stored, **wanted, resume=True)
+        if set(wanted) == {"output"}:
+            # With settings beside it, --resume begins a run that a script may have to begin again.
+            raise ValueError(
+                f"{wanted['output']} holds no run to go on with; runs have a config.json, "
+                "and begin without --resume"
+            )
     settings = Settings(task=task, **wanted, resume=resume)
     if settings.output is None and not given["dry_run"]:
         settings = replace(settings, output=_free(settings.name))

@@ -25,6 +25,7 @@ from .triton_kernels import (
     _bias,
     _block,
     _down,
+    _exactly,
     _form,
     _head,
     _kept,
@@ -58,9 +59,7 @@ def delta(
     line = bh.to(tl.int64) * length
     offset = _row_of(b, h, n, line, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
     mask = inside[:, None] & (e[None, :] < dv)
-    out = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
-    if HAS_LOW:
-        out += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
+    out = _exactly(OUT, LOW, offset, mask, HAS_LOW)
     grad = tl.load(GRAD + offset, mask=mask, other=0.0).to(tl.float32)
     n += line
     lse = tl.load(LSE + n, mask=inside, other=0.0)

@@ -328,6 +328,15 @@ def _ones(BM: tl.constexpr, dtype: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
+def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
+    """Store an output, and what rounding takes from it: the backward needs <dO, O> better."""
+    rounded = out.to(OUT.dtype.element_ty)
+    tl.store(OUT + offset, rounded, mask=mask)
+    if HAS_LOW:
+        tl.store(LOW + offset, (out - rounded.to(tl.float32)).to(LOW.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _forward_span(
     acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
     table, lengths, ids, i, n, b, bh, h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0,
@@ -544,11 +553,7 @@ def forward(
         target += part
     target = target[:, None] * dv + e[None, :]
     mask = inside[:, None] & (e[None, :] < dv)
-    rounded = out.to(OUT.dtype.element_ty)
-    tl.store(OUT + target, rounded, mask=mask)
-    if HAS_LOW:
-        # What rounding took away: the backward needs <dO, O> better than it can be stored.
-        tl.store(LOW + target, (out - rounded.to(tl.float32)).to(LOW.dtype.element_ty), mask=mask)
+    _store_exactly(OUT, LOW, target, out, mask, HAS_LOW)
     tl.store(LSE + line + n, lse, mask=inside)
 
 
@@ -581,6 +586,15 @@ def merge(
 
 
 @triton.jit
+def _exactly(OUT, LOW, offset, mask, HAS_LOW: tl.constexpr):
+    """An output with what rounding took from it."""
+    out = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
+    if HAS_LOW:
+        out += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
+    return out
+
+
+@triton.jit
 def merge_far(
     OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, TABLE, num_heads, length, dv, stb, sth, stt, last,
     V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
@@ -594,11 +608,8 @@ def merge_far(
     line = bh.to(tl.int64) * length
     offset = _row_of(b, h, n, line, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
     mask = inside[:, None] & (e[None, :] < dv)
-    near = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
-    far = tl.load(FAR + offset, mask=mask, other=0.0).to(tl.float32)
-    if HAS_LOW:
-        near += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
-        far += tl.load(FAR_LOW + offset, mask=mask, other=0.0).to(tl.float32)
+    near = _exactly(OUT, LOW, offset, mask, HAS_LOW)
+    far = _exactly(FAR, FAR_LOW, offset, mask, HAS_LOW)
     shift = tl.load(TABLE + b * stb + h * sth + n * stt + last, mask=inside, other=0.0)
     a = tl.load(LSE + line + n, mask=inside, other=float("-inf"))
     c = tl.load(FAR_LSE + line + n, mask=inside, other=float("-inf")) + shift
@@ -609,8 +620,5 @@ def merge_far(
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
     out = (near * first[:, None] + far * second[:, None]) / safe[:, None]
-    rounded = out.to(OUT.dtype.element_ty)
-    tl.store(OUT + offset, rounded, mask=mask)
-    if HAS_LOW:
-        tl.store(LOW + offset, (out - rounded.to(tl.float32)).to(LOW.dtype.element_ty), mask=mask)
+    _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW)
     tl.store(LSE + line + n, tl.where(empty, float("-inf"), base + tl.log(safe)), mask=inside)

@@ -54,10 +54,10 @@ def prepare(x: Inputs, static: Static, inside: bool = False) -> Numbers:
         if slot.norm and not inside:
             # A distance's own numbers; those that came join them.
             came, shape = col.numel() > 0, (k.shape[0], k.shape[1], k.shape[2])
-            norms, columns = _norms(k, col, None, shape, spread and not came, slot.mode)
+            norms, columns = _norms(k, col, None, shape, slot.mode if spread and not came else None)
             col = add(norms, col) if came else norms
         if slot.norm and slot.link:
-            row, _ = _norms(x.q[n], x.scale[n], slot, static.shape, False, 0)
+            row, _ = _norms(x.q[n], x.scale[n], slot, static.shape)
         cols.append(col)
         rows.append(row)
     if columns is None:
@@ -81,12 +81,12 @@ def _helper(
     numbers: tuple[int | float, ...], warps: int = 4,
 ) -> None:  # fmt: skip
     """Start one of the small kernels."""
-    from . import triton_backward, triton_kernels, triton_numbers
-
     kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
     key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
     found = _helpers.get(key)
     if found is None:
+        from . import triton_backward, triton_kernels, triton_numbers
+
         if len(_helpers) > 4096:
             _helpers.clear()
         homes = {"delta": triton_backward, "merge": triton_kernels, "merge_far": triton_kernels}
@@ -100,17 +100,21 @@ def _norms(
     scale: Tensor,
     slot: Slot | None,
     shape: tuple[int, int, int],
-    split: bool,
-    mode_of: int,
+    spread_for: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """-scale |x|^2 / 2, of shape, and the same as columns; without a slot the scale is 1."""
+    """-scale |x|^2 / 2, of shape; without a slot the scale is 1.
+
+    To be spread for scales of a mode, the same comes as columns, too.
+    """
+    split = spread_for is not None
     out = x.new_empty(shape, dtype=torch.float32)
     columns = x.new_empty(*shape, 16) if split else None
     width = x.shape[-1]
     mode, number, log = (0, 1.0, NO_LOG) if slot is None else (slot.mode, slot.number, slot.log)
     _helper(
         "half_norms", (-(-shape[2] // 64), shape[0] * shape[1], 1),
-        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 64, "SPLIT": split, "FOR": mode_of},
+        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 64, "SPLIT": split,
+         "FOR": spread_for or 0},
         (x, scale, out, out if columns is None else columns),
         (number, 0 if scale.numel() == 1 else 1, shape[1], shape[2], width, *strides_of(x, shape[0])),
     )  # fmt: skip

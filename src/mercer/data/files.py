@@ -142,6 +142,7 @@ BROKEN = (
     gzip.BadGzipFile,
     zipfile.BadZipFile,
     tarfile.TarError,
+    # zipfile's word for a way of packing that it does not know
     NotImplementedError,
 )
 

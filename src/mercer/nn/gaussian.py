@@ -210,7 +210,11 @@ class GaussianAttention(nn.Module):
 
     def log_scale(self, q: Features) -> Tensor:
         """log s, [H, 1, 1]; with `adaptive` one for each query, [B, H, Q, 1]."""
-        return -0.5 * torch.log(torch.as_tensor(self.apart(q, q.part("content")).scale))
+        apart = self.apart(q, q.part("content"))
+        if isinstance(apart, Steered):
+            return apart.log_scale()
+        assert isinstance(apart.given, LogScale)
+        return apart.given.bent()[:, None, None]
 
     def apart(self, q: Features, k: Tensor) -> Apart:
         """The distance of queries and keys, in bandwidths."""

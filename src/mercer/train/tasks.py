@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from .settings import Settings
 IGNORE = -100
 
 
-class Task:
+class Task(ABC):
     """Data, model, loss and judgement of a run."""
 
     # What is counted per second, what an item is called, and whether batches differ in shape.
@@ -38,21 +39,22 @@ class Task:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
+    @abstractmethod
     def config(self) -> Any:
         """The model's config."""
-        raise NotImplementedError
 
     def sequence_length(self, config: Any) -> int:
         """Tokens of one item, at most."""
         assert self.settings.length is not None
         return self.settings.length
 
+    @abstractmethod
     def build(self) -> Any:
         """The model, with the weights that the seed gives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
-        raise NotImplementedError
+        """What the task is judged by."""
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         return {n: torch.stack([torch.as_tensor(i[n]) for i in items]) for n in items[0]}
