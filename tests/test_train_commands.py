@@ -78,6 +78,12 @@ def test_a_loss_that_is_not_finite_has_a_code(invoke):
     assert "Traceback" not in done.output
 
 
+def test_there_must_be_a_run_to_go_on_with(invoke):
+    done = invoke("lm", "--output", "nowhere", "--resume", cached=False)
+    assert done.exit_code == 2
+    assert "nowhere holds no run to go on with" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -87,7 +93,6 @@ def test_a_loss_that_is_not_finite_has_a_code(invoke):
         (["--time", "soon"], "time must be such as 90s"),
         (["--option", "memory"], "an option must be NAME=VALUE"),
         (["--resume"], "--resume needs the folder of the run"),
-        (["--output", "nowhere", "--resume"], "nowhere holds no run to go on with"),
         (["--data", "no/such/file.txt"], "no/such/file.txt"),
         (["--fsdp"], "fsdp needs several processes: torchrun"),
         (["--steps", "0"], "steps must be a whole number from 1 on"),
