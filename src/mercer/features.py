@@ -18,9 +18,11 @@ class Features:
             raise ValueError("Features needs at least one part, for example content=tensor")
         for name, part in parts.items():
             _check_part(name, part)
-        lengths = {name: part.shape[2] for name, part in parts.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"the parts of Features must have one length, but came as {lengths}")
+        lengths = [part.shape[2] for part in parts.values()]
+        # No set of them: what is put into a set is a constant of a compiled graph.
+        if any(length != lengths[0] for length in lengths):
+            found = dict(zip(parts, lengths, strict=True))
+            raise ValueError(f"the parts of Features must have one length, but came as {found}")
         self._parts = parts
 
     @staticmethod

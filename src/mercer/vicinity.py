@@ -130,8 +130,6 @@ def refuses_fused(
         return "the scale is not positive"
     if dropout_p:
         return "weights are dropped"
-    if torch.compiler.is_compiling():
-        return "a compiled graph takes plain steps"
     if not isinstance(filter.simplify(q.length, k.length), Causal | Full):
         return f"{filter} is neither causal nor full"
     return fused_taps.refuses(q.part("content"), k.part("content"), v)
@@ -443,8 +441,10 @@ def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
         raise ValueError(f"{name} must be numbers [B, K, H or 1, S], but came as {came}")
     batch, length, heads, size = taps.shape
     k = problem.k.part("content") if name == "key_taps" else problem.v
-    allowed = sorted({1, k.shape[1], problem.q.heads})
-    if batch not in (1, problem.batch) or length != problem.k.length or heads not in allowed:
+    # One by one: a compiled graph does not look for a size that varies among others.
+    fits = length == problem.k.length and (batch == 1 or batch == problem.batch)
+    if not (fits and (heads == 1 or heads == k.shape[1] or heads == problem.q.heads)):
+        allowed = sorted({1, k.shape[1], problem.q.heads})
         raise ValueError(
             f"{name} must be [{problem.batch}, {problem.k.length}, "
             f"{' or '.join(map(str, allowed))}, S], but came as {list(taps.shape)}"
@@ -458,12 +458,13 @@ def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
 
 def _in_heads(x: Tensor, taps: Tensor) -> Tensor:
     """x in as many heads as the taps have, where they have more."""
-    return x if taps.shape[2] in (1, x.shape[1]) else repeat(x, x.shape[0], taps.shape[2])
+    fits = taps.shape[2] == 1 or taps.shape[2] == x.shape[1]
+    return x if fits else repeat(x, x.shape[0], taps.shape[2])
 
 
 def _per_query_head(taps: Tensor, batch: int, heads: int) -> Tensor:
     """Taps of all sequences, shared by heads or of each: [B, K, H or 1, S]."""
-    if taps.shape[2] not in (1, heads):
+    if taps.shape[2] != 1 and taps.shape[2] != heads:
         taps = taps.repeat_interleave(heads // taps.shape[2], 2)
     return taps if taps.shape[0] == batch else taps.expand(batch, -1, -1, -1)
 

@@ -6,23 +6,24 @@ is merged by log_mass. Its backward needs no second pass over the keys: flash at
 is given the output and the log_mass of the whole rows, from which it forms their own weights.
 
 Before and after flash attention there are small passes, in Triton (taps_launch.py) or, on a CPU,
-in plain PyTorch (plain_taps.py).
+in plain PyTorch (plain_taps.py). Outside of compiled graphs an autograd function runs all of it,
+inside them one opaque operator each way.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..taps import sum_by_id
+from ..taps import Boundary, sum_by_id
 from ..term import accumulator
 from . import plain_taps, taps_launch
-from .plain_taps import Call, Near
+from .plain_taps import Call
 from .triton import INSTALLED
-from .triton_plan import INTERPRETED
+from .triton_plan import INTERPRETED, by_tokens, empty
 
 MAX_WIDTH = 256
 # Of torch.nn.attention.SDPBackend.
@@ -47,6 +48,8 @@ def refuses(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"flash attention takes half precision, and came with {q.dtype}"
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH or q.shape[0] * q.shape[1] > 65535:
         return "there are too many features or heads"
+    if torch.compiler.is_compiling() and not _has_flash(q.device):
+        return "flash attention is switched off, or this GPU has none"
     return None
 
 
@@ -54,6 +57,9 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None, call: Call
 ) -> Tensor | None:
     """The output for q, k, v of one shape [B, H, T, D]; None if there is no flash attention."""
+    if torch.compiler.is_compiling():
+        tokens = (q.is_cuda or INTERPRETED) and by_tokens(q)
+        return smooth_taps(q, k, v, key_taps, value_taps, *call, tokens)[0]
     chosen = _choice(q, k, v, call)
     if chosen is None:
         return None
@@ -73,61 +79,213 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | None:
     return chosen if chosen in (FLASH, CUDNN) else None
 
 
+@torch.compiler.assume_constant_result
+def _has_flash(device: torch.device) -> bool:
+    """Whether a compiled graph, which cannot ask `_choice`, may count on flash attention."""
+    if device.type == "cpu":
+        return True
+    on = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()
+    return on and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _passes(device: torch.device) -> ModuleType:
     return taps_launch if device.type == "cuda" or INTERPRETED else plain_taps
 
 
+class Kept(NamedTuple):
+    """What the forward gives, all of it for the backward; None where there is no such thing."""
+
+    out: Tensor
+    kt: Tensor | None  # keys and values as flash attention saw them, [B, H, T, D]
+    vt: Tensor | None
+    keys: Tensor | None  # the kernels, [B, T, H or 1, 1 + P, S]
+    values: Tensor | None
+    lse: Tensor | None  # see Near
+    far_lse: Tensor | None
+    scores: Tensor | None
+
+    def raw(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as they came; a copy that no kernel made serves as well."""
+        k = k if self.kt is None or self.keys is not None else self.kt
+        return k, v if self.vt is None or self.values is not None else self.vt
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None,
+    call: Call, chosen: int,
+) -> tuple[Kept, tuple[Any, ...]]:  # fmt: skip
+    """The output with what the backward needs, and what flash attention's backward takes."""
+    passes, cut, length = _passes(q.device), call.cut, q.shape[2]
+    keys, values = passes.kernels((key_taps, value_taps), call, accumulator(q.dtype))
+    if length <= cut:
+        out, near = passes.merge(q, k, v, keys, values, None, None, None, call)
+        return Kept(out, None, None, keys, values, near.lse, None, near.scores), ()
+    kt, vt, bad = passes.convolve(k, v, keys, values, call)
+    far, far_lse, rest = flash(
+        q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut], call, chosen
+    )
+    kept = Kept(far, kt, vt, keys, values, None, far_lse, None)
+    if cut or bad is not None:
+        out, near = passes.merge(q, *kept.raw(k, v), keys, values, far, far_lse, bad, call)
+        kept = Kept(out, kt, vt, keys, values, *near)
+    return kept, rest
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
+    value_taps: Tensor | None, kept: Kept, rest: tuple[Any, ...], call: Call,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv and those of the taps."""
+    out, kt, vt, keys, values, lse, far_lse, scores = kept
+    passes, cut, length, far = _passes(q.device), call.cut, q.shape[2], None
+    if grad.stride() != out.stride():
+        grad = torch.empty_like(out).copy_(grad)
+    if kt is not None and vt is not None and far_lse is not None:
+        far = flash_backward(
+            grad[:, :, cut:], q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut],
+            out[:, :, cut:], far_lse, rest, call,
+        )  # fmt: skip
+    k, v = kept.raw(k, v)
+    dq, dk, dv, *dkernels = passes.backward(
+        q, k, v, keys, values, grad, out, lse, scores, far, call
+    )
+    dtaps = passes.kernels_backward(dkernels, (keys, values), (key_taps, value_taps), call)
+    return dq, dk, dv, *dtaps
+
+
 class _Fused(torch.autograd.Function):
+    """The function as it runs outside of a compiled graph, with less to pay for each call."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
         value_taps: Tensor | None, call: Call, chosen: int,
     ) -> Tensor:  # fmt: skip
-        passes, cut, length = _passes(q.device), call.cut, q.shape[2]
-        wide = accumulator(q.dtype)
-        keys, values = (
-            None if taps is None else passes.kernels(taps, call, wide)
-            for taps in (key_taps, value_taps)
-        )
-        far, far_lse, bad, rest, kt, vt = None, None, None, (), None, None
-        if length > cut:
-            kt, vt, bad = passes.convolve(k, v, keys, values, call)
-            far, far_lse, rest = flash(
-                q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut], call, chosen
-            )
-            # A copy that no kernel made serves as well as what came.
-            k, v = kt if keys is None else k, vt if values is None else v
-        if cut or bad is not None:
-            out, near = passes.merge(q, k, v, keys, values, far, far_lse, bad, call)
-        else:
-            assert far is not None
-            assert far_lse is not None
-            out, near = far, Near(far_lse, far_lse, far_lse)
-        ctx.call, ctx.rest = call, rest
-        ctx.save_for_backward(q, k, v, kt, vt, key_taps, value_taps, keys, values, out, *near)
-        return out
+        kept, ctx.rest = forward(q, k, v, key_taps, value_taps, call, chosen)
+        ctx.call = call
+        ctx.save_for_backward(q, *kept.raw(k, v), key_taps, value_taps, *kept)
+        return kept.out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, kt, vt, key_taps, value_taps, keys, values, out, *kept = ctx.saved_tensors
-        call, near = ctx.call, Near(*kept)
-        passes, cut = _passes(q.device), call.cut
-        if grad.stride() != out.stride():
-            grad = torch.empty_like(out).copy_(grad)
-        far = None
-        if kt is not None:
-            length = q.shape[2]
-            far = flash_backward(
-                grad[:, :, cut:], q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut],
-                out[:, :, cut:], near.far_lse, ctx.rest, call,
-            )  # fmt: skip
-        dq, dk, dv, dkeys, dvalues = passes.backward(
-            q, k, v, keys, values, grad, out, near, far, call
-        )
-        pairs = ((dkeys, keys, key_taps), (dvalues, values, value_taps))
-        dtaps = (None if d is None else passes.kernels_backward(d, w, u, call) for d, w, u in pairs)
-        return dq, dk, dv, *dtaps, None, None
+        q, k, v, key_taps, value_taps, *kept = ctx.saved_tensors
+        found = backward(grad, q, k, v, key_taps, value_taps, Kept(*kept), ctx.rest, ctx.call)
+        return *found, None, None
+
+
+@torch.library.custom_op("mercer::smooth_taps", mutates_args=())
+def smooth_taps(
+    q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None,
+    boundary: str, causal: bool, cut: int, temperature: float | None, scale: float, tokens: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The forward for compiled graphs: `Kept`, where what is None is empty.
+
+    `tokens`: whether the output and the gradients lie token by token in memory.
+    """
+    call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
+    kept, _ = forward(q, k, v, key_taps, value_taps, call, _choice(q, k, v, call) or FLASH)
+    out, kt, vt, keys, values, lse, far_lse, scores = kept
+    # An operator gives no tensor that came, and no two in one memory.
+    kt, vt = kt.clone() if kt is k else kt, vt.clone() if vt is v else vt
+    if far_lse is not None:
+        far_lse = far_lse.view(far_lse.shape[:3]).contiguous()
+    made = (kt, vt, keys, values, lse if cut else None, far_lse, scores if cut else None)
+    return [_laid(out, tokens), *(q.new_empty(0) if x is None else x for x in made)]
+
+
+@smooth_taps.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None,
+    boundary: str, causal: bool, cut: int, temperature: float | None, scale: float, tokens: bool,
+) -> list[Tensor]:  # fmt: skip
+    wide, (batch, heads, length, width) = accumulator(q.dtype), q.shape
+    none, far = q.new_empty(0), length > cut
+    kernels = (
+        none if x is None else x.new_empty((*x.shape[:3], 1 + cut, x.shape[-1]), dtype=wide)
+        for x in (key_taps, value_taps)
+    )
+    return [
+        empty(q, batch, heads, length, width, tokens),
+        k.new_empty(k.shape) if far else none,
+        v.new_empty(v.shape) if far else none,
+        *kernels,
+        q.new_empty((batch, heads, length), dtype=wide) if cut else none,
+        q.new_empty((batch, heads, length - cut), dtype=wide) if far else none,
+        q.new_empty((batch, heads, length, cut), dtype=wide) if cut else none,
+    ]
+
+
+def _laid(x: Tensor, tokens: bool) -> Tensor:
+    """x as `empty` lays it out."""
+    if (x.transpose(1, 2) if tokens else x).is_contiguous():
+        return x
+    return empty(x, *x.shape, tokens).copy_(x)
+
+
+@torch.library.custom_op("mercer::smooth_taps_backward", mutates_args=())
+def smooth_taps_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
+    value_taps: Tensor | None, made: list[Tensor], boundary: str, causal: bool, cut: int,
+    temperature: float | None, scale: float, tokens: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The backward for compiled graphs: of q, k, v and of the taps that there are."""
+    call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
+    out, *others = made
+    kept = Kept(out, *(x if x.numel() else None for x in others))
+    rest: tuple[Any, ...] = ()
+    if kept.far_lse is not None and q.is_cuda:
+        # Which of them ran does not matter: both take the mass of the whole rows.
+        chosen, count = _choice(q, k, v, call) or FLASH, q.shape[2] - cut
+        rest = (chosen, None, None, count, count, *_unused(q, chosen), None)
+        if chosen == CUDNN:
+            kept = kept._replace(far_lse=kept.far_lse[..., None])
+    found = backward(grad, q, k, v, key_taps, value_taps, kept, rest, call)
+    grads = [x for x in found if x is not None]
+    return [*(_laid(x, tokens) for x in grads[:3]), *(x.contiguous() for x in grads[3:])]
+
+
+def _unused(q: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+    """Seed and offset as flash attention gives them; without dropout it does not read them."""
+    if chosen == CUDNN:
+        return q.new_empty((), dtype=torch.long), q.new_empty((), dtype=torch.long)
+    return q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+
+
+@smooth_taps_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
+    value_taps: Tensor | None, made: list[Tensor], boundary: str, causal: bool, cut: int,
+    temperature: float | None, scale: float, tokens: bool,
+) -> list[Tensor]:  # fmt: skip
+    taps = [x for x in (key_taps, value_taps) if x is not None]
+    grads = [empty(x, *x.shape, tokens) for x in (q, k, v)]
+    return [*grads, *(x.new_empty(x.shape) for x in taps)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, key_taps, value_taps, *ctx.options = inputs
+    out, *others = output
+    ctx.taps = key_taps is not None, value_taps is not None
+    far = q.shape[2] > ctx.options[2]
+    kept = Kept(out, *(x if far else None for x in others[:2]), key_taps, value_taps, *others[4:])
+    ctx.save_for_backward(q, *kept.raw(k, v), key_taps, value_taps, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _grads(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    q, k, v, key_taps, value_taps, *made = ctx.saved_tensors
+    options = (None,) * len(ctx.options)
+    if grads[0] is None:
+        return (None,) * 5 + options
+    dq, dk, dv, *rest = smooth_taps_backward(
+        grads[0], q, k, v, key_taps, value_taps, made, *ctx.options
+    )
+    dtaps = (rest.pop(0) if there else None for there in ctx.taps)
+    return dq, dk, dv, *dtaps, *options
+
+
+smooth_taps.register_autograd(_grads, setup_context=_save)
 
 
 def flash(
@@ -176,23 +334,66 @@ def flash_backward(
 
 def gather(table: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     """table[ids] for each target, [B, T, H, S]; the gradient is the same bits each time."""
+    if torch.compiler.is_compiling():
+        return tuple(gather_taps(table, ids))
     found: tuple[Tensor, ...] = _Gather.apply(table, ids)
     return found
+
+
+def _sum(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
+    """The gradient of a table of so many rows."""
+    single = grads[0].dtype != torch.float64
+    if single and ids.numel() and INSTALLED and (ids.is_cuda or INTERPRETED):
+        return taps_launch.sum_by_id(grads, ids, count)
+    return sum_by_id(torch.stack(grads, 2).flatten(0, 1), ids.flatten(), count)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         ids = ids.long()
-        ctx.save_for_backward(table, ids)
+        ctx.save_for_backward(ids)
+        ctx.count = table.shape[0]
         return table[ids].unbind(2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        table, ids = ctx.saved_tensors
-        single = table.dtype != torch.float64 and not torch.compiler.is_compiling()
-        if single and ids.numel() and INSTALLED and (table.is_cuda or INTERPRETED):
-            return taps_launch.sum_by_id(list(grads), ids, table), None
-        rows = torch.stack(grads, 2).flatten(0, 1)
-        return sum_by_id(rows, ids.flatten(), table.shape[0]), None
+        (ids,) = ctx.saved_tensors
+        return _sum(list(grads), ids, ctx.count), None
+
+
+@torch.library.custom_op("mercer::gather_taps", mutates_args=())
+def gather_taps(table: Tensor, ids: Tensor) -> list[Tensor]:
+    """The same for compiled graphs."""
+    return [x[ids] for x in table.unbind(1)]
+
+
+@gather_taps.register_fake
+def _(table: Tensor, ids: Tensor) -> list[Tensor]:
+    return [table.new_empty(*ids.shape, *table.shape[2:]) for _ in range(table.shape[1])]
+
+
+@torch.library.custom_op("mercer::sum_taps", mutates_args=())
+def sum_taps(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
+    """Its gradient."""
+    return _sum(grads, ids.long(), count)
+
+
+@sum_taps.register_fake
+def _(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
+    return grads[0].new_empty(count, len(grads), *grads[0].shape[2:])
+
+
+def _keep_ids(ctx: Any, inputs: tuple[Tensor, Tensor], output: list[Tensor]) -> None:
+    table, ids = inputs
+    ctx.save_for_backward(ids)
+    ctx.count = table.shape[0]
+
+
+def _sum_grads(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, None]:
+    (ids,) = ctx.saved_tensors
+    return sum_taps(grads, ids, ctx.count), None
+
+
+gather_taps.register_autograd(_sum_grads, setup_context=_keep_ids)

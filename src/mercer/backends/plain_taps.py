@@ -29,6 +29,10 @@ class Call(NamedTuple):
         return (None, *range(self.cut))
 
 
+# Of the keys and of the values; None where there are no kernels on them.
+Pair = tuple[Tensor | None, Tensor | None]
+
+
 class Near(NamedTuple):
     """What the forward keeps of the nearest keys."""
 
@@ -37,8 +41,13 @@ class Near(NamedTuple):
     scores: Tensor  # [B, H, T, P]
 
 
-def kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
-    """The kernels of each key, whole and cut, [B, T, H or 1, 1 + P, S]."""
+def kernels(pair: Pair, call: Call, wide: torch.dtype) -> Pair:
+    """The kernels of each key by its taps, whole and cut, [B, T, H or 1, 1 + P, S]."""
+    keys, values = (None if taps is None else _kernels(taps, call, wide) for taps in pair)
+    return keys, values
+
+
+def _kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
     reach, groups = taps.shape[-1] // 2, call.groups()
     taps = taps.to(wide)
     out = taps.new_zeros(*taps.shape[:3], len(groups), taps.shape[-1])
@@ -52,12 +61,18 @@ def kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
     return out
 
 
-def kernels_backward(grad: Tensor, kernel: Tensor, taps: Tensor, call: Call) -> Tensor:
-    """The gradient of the taps from that of their kernels; an invisible tap has none."""
-    if call.temperature is not None:
-        mean = (grad * kernel).sum(-1, keepdim=True)
-        grad = kernel * (grad - mean) / call.temperature
-    return grad.sum(-2).to(taps.dtype)
+def kernels_backward(grads: Pair, kernels: Pair, pair: Pair, call: Call) -> Pair:
+    """The gradients of the taps from those of their kernels; an invisible tap has none."""
+    found: list[Tensor | None] = []
+    for grad, kernel, taps in zip(grads, kernels, pair, strict=True):
+        if grad is None or kernel is None or taps is None:
+            found.append(None)
+            continue
+        if call.temperature is not None:
+            mean = (grad * kernel).sum(-1, keepdim=True)
+            grad = kernel * (grad - mean) / call.temperature
+        found.append(grad.sum(-2).to(taps.dtype))
+    return found[0], found[1]
 
 
 def convolve(
@@ -133,7 +148,8 @@ def merge(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
-    grad: Tensor, out: Tensor, near: Near, far: tuple[Tensor, Tensor, Tensor] | None, call: Call,
+    grad: Tensor, out: Tensor, lse: Tensor | None, scores: Tensor | None,
+    far: tuple[Tensor, Tensor, Tensor] | None, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, dk, dv and those of the kernels; `far` are flash attention's own dq, dk~, dv~."""
     wide, length, cut = accumulator(q.dtype), q.shape[2], call.cut
@@ -143,12 +159,12 @@ def backward(
         dq[:, :, cut:] = far[0]
         _spread(far[1].to(wide), k, keys, dk, dkeys, call, None)
         _spread(far[2].to(wide), v, values, dv, dvalues, call, None)
-    if not cut:
+    if lse is None or scores is None:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dkeys, dvalues
     grad = grad.to(wide)
     delta = (grad * out).sum(-1)
     for a in range(min(cut, length)):
-        share = (near.scores[:, :, a:, a] - near.lse[:, :, a:]).exp()
+        share = (scores[:, :, a:, a] - lse[:, :, a:]).exp()
         g = grad[:, :, a:]
         y = _seen(v, values, call, a)[:, :, : length - a]
         pull = call.scale * share * ((g * y).sum(-1) - delta[:, :, a:])

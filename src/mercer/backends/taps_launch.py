@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..taps import visible
-from .plain_taps import Call, Near
+from .plain_taps import Call, Near, Pair
 from .triton_plan import Launch, room
 
 RULES = {"none": 0, "left": 1, "truncate": 2, "shrink": 3}
@@ -90,7 +90,12 @@ def _small(taps: Tensor, call: Call) -> tuple[int, tuple[int, int], float, dict[
     return count, (-(-count // 128), 1), rate, constants
 
 
-def kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
+def kernels(pair: Pair, call: Call, wide: torch.dtype) -> Pair:
+    keys, values = (None if taps is None else _kernels(taps, call, wide) for taps in pair)
+    return keys, values
+
+
+def _kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
     taps = _whole(taps)
     out = taps.new_empty(*taps.shape[:3], 1 + call.cut, taps.shape[-1], dtype=wide)
 
@@ -102,8 +107,18 @@ def kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
     return out
 
 
-def kernels_backward(grad: Tensor, kernel: Tensor, taps: Tensor, call: Call) -> Tensor:
-    """`grad` has all heads, [B, T, H, 1 + P, S]: they are summed here where they share taps."""
+def kernels_backward(grads: Pair, kernels: Pair, pair: Pair, call: Call) -> Pair:
+    """`grads` have all heads, [B, T, H, 1 + P, S]: they are summed here where they share taps."""
+    found: list[Tensor | None] = []
+    for grad, kernel, taps in zip(grads, kernels, pair, strict=True):
+        if grad is None or kernel is None or taps is None:
+            found.append(None)
+        else:
+            found.append(_kernels_backward(grad, kernel, taps, call))
+    return found[0], found[1]
+
+
+def _kernels_backward(grad: Tensor, kernel: Tensor, taps: Tensor, call: Call) -> Tensor:
     out = taps.new_empty(taps.shape)
 
     def make() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
@@ -182,17 +197,19 @@ def merge(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
-    grad: Tensor, out: Tensor, near: Near, far: tuple[Tensor, Tensor, Tensor] | None, call: Call,
+    grad: Tensor, out: Tensor, lse: Tensor | None, scores: Tensor | None,
+    far: tuple[Tensor, Tensor, Tensor] | None, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     q, k, v, grad, out = (_readable(x) for x in (q, k, v, grad, out))
     batch, heads, length, width = q.shape
     wide, cut, rule = v.shape[-1], call.cut, RULES[call.boundary]
     wk, wv = k if keys is None else keys, v if values is None else values
-    blank = near.scores
+    blank = q if scores is None else scores
+    lse = blank if lse is None else lse
     alone = cut == 1 and call.boundary == "shrink"
     pulls = blank
     if cut and not alone:
-        pulls = torch.empty_like(near.scores)
+        pulls = torch.empty_like(blank)
 
         def make_pulls() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
             rows, grid = _grid("pulls", q, wide)
@@ -202,8 +219,8 @@ def backward(
             return grid, numbers, _target(values, call, "V", "RSC") | constants
 
         key = ("pulls", q.device, _kind(v), _kind(grad), _kind(out), _kind(values), call)
-        _start(key, (v, wv, grad, out, near.lse, near.scores, pulls), make_pulls)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+        _start(key, (v, wv, grad, out, lse, blank, pulls), make_pulls)
+    dk, dv = torch.empty_like(q), torch.empty_like(q)
     dq = torch.empty_like(q) if cut or far is None else far[0]
     far_q, far_k, far_v = (q, k, v) if far is None else (_readable(x) for x in far)
     dkeys, dvalues = (
@@ -228,26 +245,27 @@ def backward(
         _kind(out), far is None, _kind(far_q), _kind(far_k), _kind(far_v), call,
     )  # fmt: skip
     tensors = (
-        q, k, v, wk, wv, grad, out, near.lse, near.scores, pulls, far_q, far_k, far_v, dq, dk, dv,
+        q, k, v, wk, wv, grad, out, lse, blank, pulls, far_q, far_k, far_v, dq, dk, dv,
         blank if dkeys is None else dkeys, blank if dvalues is None else dvalues,
     )  # fmt: skip
     _start(own, tensors, make)
     return dq, dk, dv, dkeys, dvalues
 
 
-def sum_by_id(grads: list[Tensor], ids: Tensor, table: Tensor) -> Tensor:
+def sum_by_id(grads: list[Tensor], ids: Tensor, vocab: int) -> Tensor:
     """The gradient of a table [vocab, targets, H, S] from those of its rows, [B, T, H, S] each.
 
     Sums are of whole numbers, so that they are the same bits in any order, and need no sorting.
     """
     first, last, ids = _whole(grads[0]), _whole(grads[-1]), _whole(ids)
-    count, rows, cells, targets = first.numel(), ids.numel(), table.numel(), len(grads)
+    count, rows, targets = first.numel(), ids.numel(), len(grads)
+    out = first.new_empty(vocab, targets, *first.shape[2:])
+    cells = out.numel()
     sums = ids.new_empty(cells, dtype=torch.int64)
-    peaks = table.new_empty(PROGRAMS, dtype=torch.float32)
-    out = table.new_empty(table.shape)
+    peaks = first.new_empty(PROGRAMS, dtype=torch.float32)
     # As many gradients as there are rows may meet in one sum, which must stay below 2^62.
     bits = 62 - (rows - 1).bit_length()
-    kind = (table.device, first.dtype, ids.dtype, table.dtype, count, rows, cells, targets)
+    kind = (ids.device, first.dtype, ids.dtype, count, rows, cells, targets)
     _start(
         ("clear", *kind), (first, last, peaks, sums),
         lambda: ((PROGRAMS, 1), (count, cells), {"TARGETS": targets, "BM": 1024}),

@@ -115,10 +115,15 @@ def run(task: Task) -> Smoothed:
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log))
     dtype = task.v.dtype
     bias, table, scored = task.term.relative, None, None
-    if isinstance(bias, Scored) and bias.clip > 0 and not compiling:
+    sided = triton_plan.one_sided(rule.numbers)
+    if isinstance(bias, Scored) and bias.clip > 0:
         scored = (bias.q.to(dtype).expand(task.batch, -1, -1, -1), bias.rows.float())
+        if compiling:
+            table = scores(*scored, sided)[..., : triton_launch.score_columns(scored[1], sided)[0]]
+            scored = None
     elif bias is not None:
-        table = _at_least_one(bias.table.float()).expand(*shape, -1)
+        table = _at_least_one(bias.table.float()).flip(-1)
+        table = (table[..., : table.shape[-1] // 2 + 1] if sided else table).expand(*shape, -1)
     q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols)
     options = (*(scored or ()), none if table is None else table)
@@ -276,7 +281,7 @@ class _Fused(torch.autograd.Function):
         table: Tensor | None, scored: Tensor | None, by: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if scored is not None and by is not None:
-            table = triton_launch.scores(scored, by)
+            table = triton_launch.scores(scored, by, triton_plan.one_sided(static.filter))
         inputs = Inputs.of(tensors, table, lengths, ids, seed)
         out, lse, low, (ctx.plan, ready) = triton_launch.forward(inputs, static)
         ctx.static = static
@@ -348,7 +353,7 @@ def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, low: Any, tensors: list[
             batch, heads, length, width = x.shape
             grad = triton_plan.empty(x, batch, heads, length, width, True)
         grads.append(grad)
-    return grads if table is None else [*grads, table.new_empty(table.shape)]
+    return grads if table is None else [*grads, triton_plan.like_table(table)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -366,3 +371,41 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Any
 
 
 fused.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("mercer::scores", mutates_args=())
+def scores(x: Tensor, rows: Tensor, sided: bool) -> Tensor:
+    """A table of scores for compiled graphs, with what fills up its lines."""
+    out = triton_launch.scores(x, rows, sided)
+    return out.as_strided((*out.shape[:3], out.stride(2)), out.stride())
+
+
+@scores.register_fake
+def _(x: Tensor, rows: Tensor, sided: bool) -> Tensor:
+    return rows.new_empty(*x.shape[:3], triton_launch.score_columns(rows, sided)[1])
+
+
+@torch.library.custom_op("mercer::scores_backward", mutates_args=())
+def scores_backward(
+    grad: Tensor, x: Tensor, rows: Tensor, sided: bool
+) -> tuple[Tensor, Tensor]:
+    """Its gradients; what fills up a line has none."""
+    count = triton_launch.score_columns(rows, sided)[0]
+    return triton_launch.scores_backward(grad.contiguous()[..., :count], x, rows)
+
+
+@scores_backward.register_fake
+def _(grad: Tensor, x: Tensor, rows: Tensor, sided: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), rows.new_empty(rows.shape)
+
+
+def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.sided = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _scores_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return (*scores_backward(grad, *ctx.saved_tensors, ctx.sided), None)
+
+
+scores.register_autograd(_scores_backward, setup_context=_save_scores)

@@ -1,4 +1,4 @@
-"""The backward of the fused kernels, in two passes: by blocks of keys, and by blocks of queries.
+"""The backward of the fused kernels, in two passes: by blocks of queries, and by blocks of keys.
 
 With P the normalised weights and g_ij = dP_ij - delta_i, where delta = <dO, O> - dlog_mass, and
 t_ij = <q_i, k_j> + col_j,
@@ -10,7 +10,8 @@ t_ij = <q_i, k_j> + col_j,
 What a loop would pay for at every pair is left to the end of a block, where it is one operation for
 each row: sum_j ds_ij <q_i, k_j> = <q_i, sum_j ds_ij k_j>, and a number per key that is -|k_j|^2 / 2
 adds -dcol_j k_j to dk_j. The product has rounded ds_ij, though. A link's scale, whose gradient is a
-smaller difference of larger sums, is summed pair by pair.
+smaller difference of larger sums, is summed pair by pair. delta is formed by the pass over queries,
+which comes first, for both.
 """
 
 import triton
@@ -42,32 +43,6 @@ from .triton_kernels import (
     _scaled,
     _visible,
 )
-
-
-@triton.jit
-def delta(
-    OUT, LOW, GRAD, LSE, GRAD_LSE, DELTA, LSE2, num_heads, length, dv,
-    V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """<dO_i, O_i> - dlog_mass_i, and log_mass to the base 2, infinite where a row sees nothing."""
-    bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    e = tl.arange(0, V)
-    inside = n < length
-    line = bh.to(tl.int64) * length
-    offset = _row_of(b, h, n, line, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
-    mask = inside[:, None] & (e[None, :] < dv)
-    out = _exactly(OUT, LOW, offset, mask, HAS_LOW)
-    grad = tl.load(GRAD + offset, mask=mask, other=0.0).to(tl.float32)
-    n += line
-    lse = tl.load(LSE + n, mask=inside, other=0.0)
-    total = tl.sum(out * grad, 1)
-    if HAS_LSE:
-        total -= tl.load(GRAD_LSE + n, mask=inside, other=0.0)
-    tl.store(DELTA + n, total, mask=inside)
-    tl.store(LSE2 + n, tl.where(lse == float("-inf"), float("inf"), LOG2E * lse), mask=inside)
 
 
 @triton.jit
@@ -139,7 +114,7 @@ def _keys_span(
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
     DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     TMA: tl.constexpr, PART: tl.constexpr,
@@ -180,10 +155,10 @@ def _keys_span(
             t0 += c0[:, None]
         bias = 0.0
         if BIAS == 1:
-            far = table + n.to(tl.int64) * stt + 2 * CLIP
+            far = table + n.to(tl.int64) * stt
             lse2 = lse2 - LOG2E * tl.load(far, mask=inside, other=0.0)
         elif BIAS == 2:
-            bias = _bias(table, stt, i[None, :], j[:, None], n[None, :], num_queries, CLIP)
+            bias = _bias(table, stt, i[None, :], j[:, None], n[None, :], num_queries, CLIP, SIDED, FILTER)
         seen = j[:, None] >= 0
         if MASK:
             seen = _visible(
@@ -290,7 +265,7 @@ def backward_keys(
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     LOG0: tl.constexpr, LOG1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
@@ -375,7 +350,7 @@ def backward_keys(
                 grad_head, S0, S1, R0, R1, LSE2, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
                 num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids, stt, e0, e1, dv, E0, E1, V,
                 LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
-                _reach(CLIP, span, 2), FILTER, _form(FORM, _reach(CLIP, span, 2)), SAME,
+                SIDED, _reach(CLIP, span, 2), FILTER, _form(FORM, _reach(CLIP, span, 2)), SAME,
                 span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM,
                 TMA, PART,
             )  # fmt: skip
@@ -409,10 +384,11 @@ def _queries_span(
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, WANT0: tl.constexpr,
     WANT1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr, STEADY: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, STEADY: tl.constexpr, CUT: tl.constexpr,
+    PITCH: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
 
@@ -454,7 +430,7 @@ def _queries_span(
             next1 = _numbers(col1, first_key + BN, num_keys, BN)
         bias = 0.0
         if BIAS == 2:
-            bias = _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
+            bias = _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP, SIDED, FILTER)
         seen = j[None, :] >= 0
         if MASK:
             seen = _visible(
@@ -500,14 +476,19 @@ def _queries_span(
             elif WANT1 and HAS_COL1 and MODE1 == 2:
                 ds1 += tl.sum(u1 * (c1 - ref1), 1)
         if BIAS == 2:
-            away = i[:, None] - j[None, :]
+            after = j[None, :] - i[:, None]
             dlog = g * p
-            inner += tl.sum(tl.where(away < CLIP, dlog, 0.0), 1)
-            later += tl.sum(tl.where(away >= CLIP, dlog, 0.0), 1)
-            earlier += tl.sum(tl.where(away <= -CLIP, dlog, 0.0), 1)
+            inner += tl.sum(tl.where(after > -CLIP, dlog, 0.0), 1)
+            if not CUT:
+                later += tl.sum(tl.where(after <= -CLIP, dlog, 0.0), 1)
             # Inside the table every (query, distance) has one key: a store, no sum.
-            owned = (tl.abs(away) < CLIP) & (n[:, None] < num_queries) & (j[None, :] < num_keys)
-            place = dtable + n[:, None].to(tl.int64) * (2 * CLIP + 1) + away + CLIP
+            owned = (after > -CLIP) & (n[:, None] < num_queries) & (j[None, :] < num_keys)
+            if SIDED:
+                owned = owned & (after <= 0)
+            else:
+                earlier += tl.sum(tl.where(after >= CLIP, dlog, 0.0), 1)
+                owned = owned & (after < CLIP)
+            place = dtable + n[:, None].to(tl.int64) * PITCH + (after + CLIP)
             tl.store(place, dlog, mask=owned)
     return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs
 
@@ -541,7 +522,7 @@ def _store_queries(
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_queries(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
-    DQ0, DQ1, DS0, DS1, DR0, DR1, DTABLE,
+    OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DTABLE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
@@ -550,16 +531,18 @@ def backward_queries(
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     LOG0: tl.constexpr, LOG1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
     SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr, ADD: tl.constexpr,
-    CUT: tl.constexpr, HAS_LSE: tl.constexpr,
+    CUT: tl.constexpr, HAS_LSE: tl.constexpr, PITCH: tl.constexpr, FIRST: tl.constexpr,
+    HAS_LOW: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale, drow and dtable of one block of queries.
 
-    CUT: keys beyond the table's reach are left to another pass, which ADDs its share.
+    CUT: keys beyond the table's reach are left to another pass, which ADDs its share. PITCH: from
+    row to row of dtable. FIRST: no pass has formed delta and log_mass to the base 2 before.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -575,13 +558,27 @@ def backward_queries(
     grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
     scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
-    lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
+    rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
+    if FIRST:
+        e = tl.arange(0, V)
+        mask = inside[:, None] & (e[None, :] < dv)
+        out = _exactly(OUT, LOW, rows[:, None] * dv + e[None, :], mask, HAS_LOW)
+        delta = tl.sum(out * grad.to(tl.float32), 1)
+        if HAS_LSE:
+            delta -= tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
+        lse = tl.load(LSE + line + n, mask=inside, other=float("-inf"))
+        # Infinite where a row sees nothing: its weights are then zero.
+        lse2 = tl.where(lse == float("-inf"), float("inf"), LOG2E * lse)
+        tl.store(DELTA + line + n, delta, mask=inside)
+        tl.store(LSE2 + line + n, lse2, mask=inside)
+    else:
+        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)
+        lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
     rate = none
     if FORM == POLY:
         rate = scale0 * tl.exp2(-lse2 / PARAM0)
     elif FORM == FLAT:
         rate = tl.exp2(-lse2)
-    delta = tl.load(DELTA + line + n, mask=inside, other=0.0)
     q1, scale1, row1 = q0, scale0, none
     dq1 = tl.zeros((BM, 16), tl.float32)
     if E1 > 0:
@@ -601,9 +598,8 @@ def backward_queries(
     far = none
     if CLIP >= 0:
         table = TABLE + b * stb + h * sth
-        dtable = DTABLE + line * (2 * CLIP + 1)
-        last = table + n.to(tl.int64) * stt + 2 * CLIP
-        far = LOG2E * tl.load(last, mask=inside, other=0.0)
+        dtable = DTABLE + line * PITCH
+        far = LOG2E * tl.load(table + n.to(tl.int64) * stt, mask=inside, other=0.0)
     # The scale of a link has a gradient in which large sums cancel. Weights were rounded for O, so
     # <dO, O> is not quite sum_j P dP; what it is off by is taken out.
     STEADY: tl.constexpr = WANT0 and LINK0 != IDENTITY and FORM != POLY and E1 == 0 and CLIP < 0
@@ -646,9 +642,9 @@ def backward_queries(
                 hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
                 stride_ids, stt, e0, e1, dv, E0,
                 E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0,
-                HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER, _form(FORM, _reach(CLIP, span, 1)),
+                HAS_ROW1, CLIP, SIDED, _reach(CLIP, span, 1), FILTER, _form(FORM, _reach(CLIP, span, 1)),
                 SAME, span == 0 or span == 3, EVEN, WANT0, WANT1, DROPOUT, PRECISION, BN, SPREAD,
-                TMA, STEADY,
+                TMA, STEADY, CUT, PITCH,
             )  # fmt: skip
     # What all weights of a row move by together.
     moved = none
@@ -658,7 +654,6 @@ def backward_queries(
         e = tl.arange(0, COLUMNS)[None, :]
         ds0 += tl.sum(dcs * tl.where(e < 3, 1.0, tl.where(e == 3, -ref0, 0.0)), 1)
     sums = line + bh.to(tl.int64) * num_keys
-    rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if FORM == POLY:
         # The scale moves all weights of a row alike: it acts on log_mass alone.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
@@ -681,10 +676,11 @@ def backward_queries(
             MODE1, LINK1, NORM1, HAS_ROW1, WANT1, False, ADD,
         )  # fmt: skip
     if CLIP >= 0:
-        ends = dtable + n.to(tl.int64) * (2 * CLIP + 1)
+        ends = dtable + n.to(tl.int64) * PITCH
         # All weights of a row move together by dlog_mass: what is beyond the reach is the rest.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         rest = tl.where(lse2 == float("inf"), 0.0, grad_lse) - inner
-        tl.store(ends, earlier, mask=inside)
         beyond = tl.where(i >= CLIP, rest, 0.0) if CUT else tl.where(near > sure_start, rest, later)
-        tl.store(ends + 2 * CLIP, beyond, mask=inside)
+        tl.store(ends, beyond, mask=inside)
+        if not SIDED:
+            tl.store(ends + 2 * CLIP, earlier, mask=inside)

@@ -1,6 +1,6 @@
 """The fused kernels: forward, and a backward in two passes, for one lowered term.
 
-    log w_ij = sum_f link_f(scale_f,i (<q^f_i, k^f_j> + col^f_j) + row^f_i) + table[i, clip(i - j)]
+    log w_ij = sum_f link_f(scale_f,i (<q^f_i, k^f_j> + col^f_j) + row^f_i) + table[i, clip(j - i)]
 
 What this must meet: no [Q, K] tensor in memory; every sum owned by one program, so that the same
 input gives the same bits; float32 for all but the matrix products' operands; a filter visits only
@@ -275,12 +275,37 @@ def _block(
     return out
 
 
+@triton.constexpr_function
+def _all_near(filter, clip):
+    """Whether nothing is seen beyond a table's reach."""
+    near = [clause[1] for clause in filter if 0 <= clause[1] <= clip]
+    return len(near) == len(filter)
+
+
 @triton.jit
-def _bias(table, stride, i, j, n, num_queries, CLIP: tl.constexpr):
-    """table[n, clip(i - j) + c], to the base 2."""
-    index = tl.minimum(tl.maximum(i - j, -CLIP), CLIP) + CLIP
-    pointers = table + n.to(tl.int64) * stride + index
-    return LOG2E * tl.load(pointers, mask=n < num_queries, other=0.0)
+def _bias(
+    table, stride, i, j, n, num_queries, CLIP: tl.constexpr, SIDED: tl.constexpr,
+    FILTER: tl.constexpr,
+):  # fmt: skip
+    """table[n, clip(j - i) + c], to the base 2; SIDED: no key is after its query.
+
+    Neighbours in memory are neighbouring keys, so that a warp reads few lines; an index that is
+    clipped first would hide that from the compiler.
+    """
+    line = table + n.to(tl.int64) * stride
+    inside = n < num_queries
+    after = j - i
+    within = inside & (after >= -CLIP)
+    if SIDED:
+        within = within & (after <= 0)
+    else:
+        within = within & (after <= CLIP)
+    out = tl.load(line + (after + CLIP), mask=within, other=0.0)
+    if not _all_near(FILTER, CLIP):
+        out = tl.where(after < -CLIP, tl.load(line, mask=inside, other=0.0), out)
+    if not SIDED:
+        out = tl.where(after > CLIP, tl.load(line + 2 * CLIP, mask=inside, other=0.0), out)
+    return LOG2E * out
 
 
 @triton.jit
@@ -292,7 +317,7 @@ def _kept(seed, bh, n, j, num_queries, num_keys, dropout):
 
 @triton.constexpr_function
 def _reach(clip, span, beyond):
-    """How a span reads the table: not at all, its last column alone, or by distance."""
+    """How a span reads the table: not at all, its first column alone, or by distance."""
     return 0 if clip < 0 else 1 if span == beyond else 2
 
 
@@ -344,7 +369,7 @@ def _forward_span(
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, BN: tl.constexpr, INSIDE: tl.constexpr, SPREAD: tl.constexpr,
     TMA: tl.constexpr,
@@ -416,7 +441,7 @@ def _forward_span(
                 e += other
                 a = a * a1
             if BIAS == 2:
-                e += _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP)
+                e += _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP, SIDED, FILTER)
             if FORM == FLAT:
                 # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
@@ -453,7 +478,7 @@ def forward(
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     LOG0: tl.constexpr, LOG1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
     INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
@@ -489,8 +514,7 @@ def forward(
     far = none
     if CLIP >= 0:
         table = TABLE + b * stb + h * sth
-        last = table + n.to(tl.int64) * stt + 2 * CLIP
-        far = LOG2E * tl.load(last, mask=inside, other=0.0)
+        far = LOG2E * tl.load(table + n.to(tl.int64) * stt, mask=inside, other=0.0)
 
     acc = tl.zeros((BM, V), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
@@ -533,7 +557,7 @@ def forward(
                 far if span == 1 else none, k0, k1, v, col0, col1, table, LENGTHS, IDS, i, n, b, bh,
                 h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb,
                 svt, stride_ids, stt, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1,
-                HAS_ROW0, HAS_ROW1, CLIP, _reach(CLIP, span, 1), FILTER,
+                HAS_ROW0, HAS_ROW1, CLIP, SIDED, _reach(CLIP, span, 1), FILTER,
                 _form(FORM, _reach(CLIP, span, 1)), SAME, span == 0 or span == 3, EVEN, DROPOUT,
                 PRECISION, BN, INSIDE, SPREAD, TMA,
             )  # fmt: skip
@@ -596,7 +620,7 @@ def _exactly(OUT, LOW, offset, mask, HAS_LOW: tl.constexpr):
 
 @triton.jit
 def merge_far(
-    OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, TABLE, num_heads, length, dv, stb, sth, stt, last,
+    OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, TABLE, num_heads, length, dv, stb, sth, stt,
     V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """What the keys beyond a table's reach gave joins the rest; the table's end shifts their mass."""
@@ -610,7 +634,7 @@ def merge_far(
     mask = inside[:, None] & (e[None, :] < dv)
     near = _exactly(OUT, LOW, offset, mask, HAS_LOW)
     far = _exactly(FAR, FAR_LOW, offset, mask, HAS_LOW)
-    shift = tl.load(TABLE + b * stb + h * sth + n * stt + last, mask=inside, other=0.0)
+    shift = tl.load(TABLE + b * stb + h * sth + n * stt, mask=inside, other=0.0)
     a = tl.load(LSE + line + n, mask=inside, other=float("-inf"))
     c = tl.load(FAR_LSE + line + n, mask=inside, other=float("-inf")) + shift
     peak = tl.maximum(a, c, propagate_nan=tl.PropagateNan.ALL)

@@ -30,6 +30,7 @@ from .triton_plan import (
     describe,
     empty,
     launch_of,
+    like_table,
     plan,
     processors,
     readable_rows,
@@ -85,12 +86,11 @@ def _helper(
     key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
     found = _helpers.get(key)
     if found is None:
-        from . import triton_backward, triton_kernels, triton_numbers
+        from . import triton_kernels, triton_numbers
 
         if len(_helpers) > 4096:
             _helpers.clear()
-        homes = {"delta": triton_backward, "merge": triton_kernels, "merge_far": triton_kernels}
-        home = homes.get(name, triton_numbers)
+        home = triton_kernels if name in ("merge", "merge_far") else triton_numbers
         found = _helpers[key] = Launch(getattr(home, name), grid, constants, {"num_warps": warps})
     found(tensors, numbers)
 
@@ -175,7 +175,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Kept]:
             "merge_far", (-(-num_queries // 64), batch * heads, 1),
             {"V": p.constants["V"], "BM": 64, "HAS_LOW": keeps, "TOKENS": static.tokens},
             (out, low, lse, *far, x.table),
-            (heads, num_queries, v.shape[-1], *x.table.stride()[:3], x.table.shape[-1] - 1),
+            (heads, num_queries, v.shape[-1], *x.table.stride()[:3]),
         )  # fmt: skip
     return out, lse, low, (tuple(plan for plan, _ in plans), ready)
 
@@ -253,12 +253,6 @@ def backward(
         grad_lse = lse
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     width = v.shape[-1]
-    _helper(
-        "delta", (-(-num_queries // 64), batch * heads, 1),
-        {"V": p.constants["V"], "BM": 64, "HAS_LOW": low.numel() > 0, "TOKENS": tokens,
-         "HAS_LSE": given_lse},
-        (out, low, grad_out, lse, grad_lse, delta, lse2), (heads, num_queries, width),
-    )  # fmt: skip
     slots = static.slots
     none = lse.new_empty(0)
     dq = [empty(y, batch, heads, num_queries, y.shape[-1], tokens) for y in x.q]
@@ -270,19 +264,18 @@ def backward(
     ]
     drow = [torch.empty_like(y) for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
-    dtable = [] if x.table is None else [lse.new_zeros(x.table.shape)]
-    rows = (grad_out, lse2, delta)
+    dtable = [] if x.table is None else [like_table(x.table)]
+    rows = (grad_out, lse2, delta, grad_lse)
     of_keys = (dk, dv, dcol, ds)
     within = (dq, ds, drow, dtable[0] if dtable else delta)
-    _backward(x, p, ready, rows, grad_lse, of_keys, within, lse=given_lse, cut=len(plans) > 1)
+    made = (out, low, lse)
+    _backward(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
         assert x.table is not None
         # The table's end is a shift of log_mass.
-        rows = (grad_out, torch.sub(lse2, x.table[..., -1], alpha=LOG2E), delta)
+        rows = (grad_out, torch.sub(lse2, x.table[..., 0], alpha=LOG2E), delta, grad_lse)
         beyond = (dq, ds, drow, delta)
-        _backward(
-            replace(x, table=None), p, ready, rows, grad_lse, of_keys, beyond, lse=False, add=True
-        )
+        _backward(replace(x, table=None), p, ready, rows, of_keys, beyond)
     dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [_reduced(y, to) for y, to in zip(dk, given.k, strict=True)]
     dscale = [
@@ -297,17 +290,29 @@ def backward(
 
 
 def _backward(
-    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor], grad_lse: Tensor,
-    of_keys: tuple[Any, ...], of_queries: tuple[Any, ...], *, lse: bool,
-    add: bool = False, cut: bool = False,
+    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    of_keys: tuple[Any, ...], of_queries: tuple[Any, ...],
+    made: tuple[Tensor, Tensor, Tensor] | None = None, *, lse: bool = False, cut: bool = False,
 ) -> None:  # fmt: skip
-    """Both passes of one plan; `rows` are dO, log_mass to the base 2, and <dO, O>."""
-    grad_out, lse2, delta = rows
-    dk, dv, dcol, ds = of_keys
+    """Both passes of one plan; `rows` are dO, log_mass to the base 2, delta and dlog_mass.
+
+    With `made`, what the forward gave, the second and third are formed; without, this adds its share
+    to the gradients of a plan before.
+    """
+    grad_out, lse2, delta, _ = rows
     slots, numbers = p.static.slots, p.numbers(x.seed)
+    first, low = made is not None, made is not None and made[1].numel() > 0
+    dq, ds, drow, dtable = of_queries
+    launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low)
+    launch(
+        (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
+         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dtable),
+        numbers,
+    )  # fmt: skip
+    dk, dv, dcol, ds = of_keys
     wide = len(slots) == 2 and p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in (1, 2) if wide else (0,):
-        launch = launch_of(p, "keys", grad_copies=copies(grad_out), part=part, add=add)
+        launch = launch_of(p, "keys", grad_copies=copies(grad_out), part=part, add=not first)
         c = launch.constants
         launch(
             (*_tensors(x, ready, p, launch, "keys"),
@@ -315,13 +320,6 @@ def _backward(
              lse2, delta, dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
             numbers,
         )  # fmt: skip
-    dq, ds, drow, dtable = of_queries
-    launch = launch_of(p, "queries", add=add, cut=cut, lse=lse)
-    launch(
-        (*_tensors(x, ready, p, launch, "queries"), grad_out, lse2, delta, grad_lse, dq[0], dq[-1],
-         ds[0], ds[-1], drow[0], drow[-1], dtable),
-        numbers,
-    )  # fmt: skip
 
 
 def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tensor:
@@ -359,38 +357,48 @@ def _scoring(x: Tensor) -> dict[str, Any]:
     return {"WIDTH": room(x.shape[-1]), "BM": 64, "BR": block, "PRECISION": precision}
 
 
-def scores(x: Tensor, rows: Tensor) -> Tensor:
-    """<x_i, row_r> in float32, [B, H, T, R], for x [B, H, T, D] and rows [1 or H, R, D]."""
+def score_columns(rows: Tensor, sided: bool) -> tuple[int, int]:
+    """How many columns a table of scores has, and from line to line, in multiples of 64 bytes."""
+    count = rows.shape[1] // 2 + 1 if sided else rows.shape[1]
+    return count, count + -count % 16
+
+
+def scores(x: Tensor, rows: Tensor, sided: bool) -> Tensor:
+    """<x_i, row_r> in float32 from the last row back, to the middle one or to the first.
+
+    x is [B, H, T, D], rows [1 or H, 2c + 1, D] and the table [B, H, T, c + 1 or 2c + 1].
+    """
     x, rows = readable_rows(x), rows.contiguous()
     batch, heads, length, width = x.shape
-    count = rows.shape[1]
-    out = rows.new_empty(batch, heads, length, count)
+    count, pitch = score_columns(rows, sided)
+    out = rows.new_empty(batch, heads, length, pitch)
     constants = _scoring(x)
-    blocks = -(-count // constants["BR"])
+    blocks = -(-pitch // constants["BR"])
     _helper(
         "scores", (-(-length // 64), batch * heads, blocks), constants, (x, rows, out),
-        (heads, length, count, width, *strides_of(x, batch), _per_head(rows)),
+        (heads, length, count, pitch, rows.shape[1] - 1, width, *strides_of(x, batch),
+         _per_head(rows)),
     )  # fmt: skip
-    return out
+    return out[..., :count]
 
 
 def scores_backward(grad: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the rows."""
+    """The gradients of x and of the rows; that of the table is as `like_table` made it."""
     given, x, rows = rows, readable_rows(x), rows.contiguous()
     batch, heads, length, width = x.shape
-    count, parts = rows.shape[1], -(-length // PART)
+    (count, pitch), total, parts = (grad.shape[-1], grad.stride(2)), rows.shape[1], -(-length // PART)
     constants = _scoring(x)
     dx = x.new_empty(x.shape)
     half = x.dtype.itemsize == 2
     _helper(
         "scores_to_queries", (-(-length // 64), batch * heads, 1), constants | {"HALF": half},
-        (grad, rows, dx), (heads, length, count, width, _per_head(rows)),
+        (grad, rows, dx), (heads, length, count, pitch, total - 1, width, _per_head(rows)),
     )  # fmt: skip
-    sums = rows.new_empty(batch, heads, parts, count, width)
+    sums = rows.new_empty(batch, heads, parts, total, width)
     _helper(
-        "scores_to_rows", (parts, batch * heads, -(-count // constants["BR"])),
+        "scores_to_rows", (parts, batch * heads, -(-total // constants["BR"])),
         constants | {"PART": PART}, (x, grad, sums),
-        (heads, length, count, width, *strides_of(x, batch)),
+        (heads, length, count, pitch, total - 1, width, *strides_of(x, batch)),
     )  # fmt: skip
     drows = sums.sum((0, 2))
     return dx, drows if given.shape[0] == heads else drows.sum(0, keepdim=True)

@@ -177,6 +177,7 @@ class Plan:
     num_keys: int
     constants: dict[str, Any]
     spread: bool  # numbers per key are columns, in place of the second slot's keys
+    pitch: int  # of the table's gradient
     aligned: tuple[bool, ...]  # whether the copy engine can read the two q, the two k, and v
     launches: dict[Any, Launch] = field(default_factory=dict)
 
@@ -243,7 +244,8 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
         "HAS_COL1": two and c1.numel() > 0,
         "HAS_ROW0": row0.numel() > 0,
         "HAS_ROW1": two and row1.numel() > 0,
-        "CLIP": -1 if x.table is None else (x.table.shape[-1] - 1) // 2,
+        "CLIP": -1 if x.table is None else reach_of(static, x.table),
+        "SIDED": one_sided(static.filter),
         "FILTER": static.filter,
         "SIMPLE": static.simple,
         "FORM": form,
@@ -253,7 +255,32 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
         "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
     }
     aligned = tuple(copies(y) for y in (q0, q1, k0, k1, v))
-    return Plan(static, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, aligned)
+    pitch = 0 if x.table is None else pitch_of(x.table)
+    return Plan(
+        static, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, pitch, aligned
+    )
+
+
+def one_sided(filter: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether no key that is seen comes after its query."""
+    return all(clause[0] for clause in filter)
+
+
+def reach_of(static: Static, table: Tensor) -> int:
+    """c of a table for clip(j - i, -c, c); one-sided, it ends with distance 0."""
+    columns = table.shape[-1]
+    return columns - 1 if one_sided(static.filter) else (columns - 1) // 2
+
+
+def pitch_of(table: Tensor) -> int:
+    """From row to row of a table that has one for every query."""
+    return max(table.stride(2), table.shape[-1])
+
+
+def like_table(table: Tensor) -> Tensor:
+    """Zeros for the gradient of a table."""
+    shape, pitch = table.shape, pitch_of(table)
+    return table.new_zeros(*shape[:3], pitch)[..., : shape[3]]
 
 
 def _form(static: Static, table: bool, dtype: torch.dtype) -> tuple[int, bool]:
@@ -401,6 +428,7 @@ FALLBACKS = {
     "each": ("keyed", "plain", "link"),
     "keyed": ("plain", "link"),
     "parts": ("plain", "link"),
+    "near": ("table", "link"),
 }
 # Few queries against many keys, by parts of the keys; what is wide has no room for more.
 SPLIT_QUERIES = 16
@@ -421,7 +449,7 @@ def cut_at_reach(
     """
     if table is None or len(static.filter) != 1 or not static.simple:
         return None
-    (clause,), clip = static.filter, (table.shape[-1] - 1) // 2
+    (clause,), clip = static.filter, reach_of(static, table)
     causal, left, right, *middle, gap = clause
     plain = len(static.slots) == 1 and static.slots[0].link == 0
     if not (plain and causal and num_keys >= CUT * clip) or 0 <= left < clip or gap:
@@ -444,6 +472,8 @@ def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
     c = p.constants
     linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
     needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
+    if needs == "table" and all(0 <= clause[1] < c["CLIP"] for clause in c["FILTER"]):
+        needs = "near"
     if needs == "plain" and c["HAS_COL0"]:
         needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = _bucket(p)
@@ -486,7 +516,8 @@ def launch_of(
         if kind == "queries":
             kernel = triton_backward.backward_queries
             flags["SPREAD"] = spread
-            flags |= {"CUT": cut, "HAS_LSE": lse}
+            flags |= {"CUT": cut, "HAS_LSE": lse, "PITCH": p.pitch, "FIRST": not add}
+            flags["HAS_LOW"] = low
         flags["ADD"] = add
     if kind == "keys":
         flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from .cache import KernelCache
 from .config import KernelConfig
 from .parts import Parts, Place, build, most_places, restart
 
+# How often each block may be compiled: for other lengths, with and without gradients, and so on.
+VARIANTS = 4
+
 
 class KernelModel(PreTrainedModel):
     """A transformer whose attention is any kernel smoother."""
@@ -29,6 +34,10 @@ class KernelModel(PreTrainedModel):
     # Attention is the library's own; these say that nothing of transformers' must be set up.
     _supports_sdpa = True
     _supports_flex_attn = False
+    # Whether shapes in the read-out follow from those of its input, as a graph wants it.
+    graph_read_out = True
+    # From the states after the last block: the loss, if there are labels, and the logits.
+    read_out: Callable[..., tuple[Tensor | None, Tensor | None]]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -110,6 +119,27 @@ class KernelModel(PreTrainedModel):
                 "raise context_length, or take a system without learned positions"
             )
 
+    def compile_parts(self, **options: Any) -> None:
+        """Compile every block and the read-out in place, each by itself.
+
+        Layers of one kind share what is compiled, so that a deep model takes no longer than a
+        shallow one. The options are those of torch.compile.
+        """
+        import torch._dynamo.config as limits
+
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        # All blocks are one entry in dynamo's books; past its limit it would run them uncompiled.
+        limits.recompile_limit = max(limits.recompile_limit, VARIANTS * len(blocks))
+        for block in blocks:
+            block.compile(**options)
+        if self.graph_read_out:
+            own = types.MethodType(type(self).read_out, self)
+            self.__dict__["read_out"] = torch.compile(own, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not compiled, as nn.Module has it.
+        return {name: x for name, x in super().__getstate__().items() if name != "read_out"}
+
     @property
     def most_places(self) -> int | None:
         """The longest sequence the positions allow, None for any."""
@@ -174,7 +204,9 @@ def embed_places(
         return x
     places = torch.arange(before, before + x.shape[1], device=x.device)
     places = places if offset is None else (places - offset[:, None]).clamp(min=0)
-    return x + position(places).to(x.dtype)
+    # The model knows its length: a look at learned places would stall an accelerator.
+    t = position.weight[places] if isinstance(position, Learned) else position(places)
+    return x + t.to(x.dtype)
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:

@@ -44,6 +44,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         else:
             self._tied_weights_keys = {}
+            self.graph_read_out = False
             self.embed = AdaptiveEmbedding(*sizes, config.cutoffs, config.div)
             self.head = AdaptiveSoftmax(
                 *sizes, config.cutoffs, config.div, tied=config.tie_word_embeddings
@@ -133,8 +134,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
             parts = input_ids.split(length, 1)
             segments = [self._states(ids, None, None, memory, keep) for ids in parts]
             hidden = [torch.cat(states, 1) for states in zip(*segments, strict=True)]
-        x = hidden[-1]
-        loss, logits = self._read_out(self.norm(x), labels, logits_to_keep, kwargs)
+        loss, logits = self.read_out(hidden[-1], labels, logits_to_keep, kwargs)
         out: dict[str, Any] = {"loss": loss, "logits": logits, "past_key_values": cache}
         if output_hidden_states:
             out["hidden_states"] = tuple(hidden)
@@ -172,9 +172,11 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
                 hidden.append(x)
         return hidden if keep else [x]
 
-    def _read_out(
+    def read_out(
         self, x: Tensor, labels: Tensor | None, keep: int | Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor | None, Tensor | None]:
+        """The last norm, the head and the loss."""
+        x = self.norm(x)
         if isinstance(self.head, AdaptiveSoftmax):
             assert isinstance(self.embed, AdaptiveEmbedding)
             tables = self.embed.tables if self.config.tie_word_embeddings else None

@@ -314,7 +314,8 @@ def _try(layer: Attention) -> Cost:
 def _lend(layer: KernelAttention, tokens: TokenKernels) -> None:
     """The token kernels belong to the model; a layer uses them without owning them."""
     layer._modules.pop("tokens", None)
-    object.__setattr__(layer, "tokens", tokens)
+    # Layers without kernels are the same layer to a compiler, which is not to ask their number.
+    object.__setattr__(layer, "tokens", tokens if tokens.acts_on(layer.layer) else None)
 
 
 def _like(tokens: TokenKernels | None) -> TokenKernels | None:

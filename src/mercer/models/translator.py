@@ -178,10 +178,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         check_ids(decoder_input_ids, self.config.vocab_size, "decoder_input_ids")
         cache = self.choose_cache(past_key_values, use_cache, labels)
         x = self._decode(decoder_input_ids, decoder_attention_mask, source, attention_mask, cache)
-        logits = self.head(keep_last(x, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = mean_loss(logits, labels, kwargs.get("num_items_in_batch"))
+        loss, logits = self.read_out(x, labels, logits_to_keep, kwargs.get("num_items_in_batch"))
         out: dict[str, Any] = {
             "loss": loss,
             "logits": logits,
@@ -189,8 +186,19 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
             "encoder_last_hidden_state": source,
         }
         if output_hidden_states:
-            out["decoder_hidden_states"] = (x,)
+            out["decoder_hidden_states"] = (self.norm(x),)
         return Seq2SeqLMOutput(**out)
+
+    def read_out(
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        keep: int | Tensor,
+        num_items: Tensor | int | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """The last norm, the head and the loss."""
+        logits = self.head(keep_last(self.norm(x), keep))
+        return None if labels is None else mean_loss(logits, labels, num_items), logits
 
     def _decode(
         self,
@@ -219,7 +227,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
                 context_filter=None if hidden is None else join(block.cross.filter, hidden),
                 context_cache=None if cache is None else cache.cross[n],
             )
-        return self.norm(x)
+        return x
 
 
 def read_lengths(mask: Tensor | None, shape: Any) -> Filter | None:

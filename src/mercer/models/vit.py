@@ -97,11 +97,14 @@ class KernelViT(KernelModel):
         for block in self.blocks:
             x = block(x)
             hidden.append(x)
-        x = self.norm(x)
-        logits = self.head(x[:, 0] if self.class_token is not None else x.mean(1))
-        out: dict[str, Any] = {"logits": logits}
-        if labels is not None:
-            out["loss"] = F.cross_entropy(logits.float(), labels)
+        loss, logits = self.read_out(x, labels)
+        out: dict[str, Any] = {"loss": loss, "logits": logits}
         if output_hidden_states:
             out["hidden_states"] = tuple(hidden)
         return ImageClassifierOutput(**out)
+
+    def read_out(self, x: Tensor, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """The last norm, the head at the class token or the mean, and the loss."""
+        x = self.norm(x)
+        logits = self.head(x[:, 0] if self.class_token is not None else x.mean(1))
+        return None if labels is None else F.cross_entropy(logits.float(), labels), logits

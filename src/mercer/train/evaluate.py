@@ -40,7 +40,7 @@ def judging(model: nn.Module) -> Iterator[None]:
 
 def _uncompiled(model: Any) -> contextlib.AbstractContextManager[Any]:
     # Asked for only where it is needed: it loads all of dynamo.
-    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 

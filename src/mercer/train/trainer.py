@@ -113,7 +113,9 @@ class KernelTrainer(Trainer):
         if settings.fsdp:
             spread(model, team)
         if settings.compile:
-            model.compile(dynamic=None if task.ragged else False)
+            # Segments differ in how much came before them.
+            grows = task.ragged or getattr(model.config, "segment_length", None) is not None
+            model.compile_parts(dynamic=None if grows else False)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         # A generator of its own: the loader draws a seed, and must not draw it from the model's.
