@@ -3,8 +3,9 @@
     python benchmarks/sizes.py rbf,laplace [--dims 64,128] [--length 8192] [--only queries]
 
 Each of the three kernels is compiled for every candidate, in parallel, then timed alone on a causal
-call in bfloat16. Rows come fastest first: (BM, BN, warps, stages), milliseconds, registers, spills.
-A candidate that does not compile or fit says so.
+call in bfloat16: every block size as it is, with its registers bounded, and with operands held in
+registers. Rows come fastest first, with milliseconds, registers and spills. What does not compile or
+fit says so.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 
 import mercer as mc
 from mercer.backends import triton_plan
+from mercer.backends.triton_plan import Sizes
 from mercer.bench.clock import Clock
 from mercer.bench.workload import Workload
 
-Sizes = tuple[int, int, int, int]
 KINDS = {"forward": "forward", "backward_keys": "keys", "backward_queries": "queries"}
-CANDIDATES: dict[str, list[Sizes]] = {
+BLOCKS = {
     "forward": [
         (64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3),
         (64, 32, 4, 3),
@@ -38,6 +39,12 @@ CANDIDATES: dict[str, list[Sizes]] = {
         (128, 32, 8, 3),
     ],
 }  # fmt: skip
+# Registers and what is held, beside each block size.
+HOLDINGS = [(0, 0), (168, 0), (0, 3), (168, 3)]
+CANDIDATES = {
+    kind: [Sizes(*sizes, *more) for sizes in blocks for more in HOLDINGS]
+    for kind, blocks in BLOCKS.items()
+}
 
 
 def capture(kernel: str, dim: int, length: int, heads: int, *, run: bool) -> dict[str, Any]:
@@ -68,7 +75,7 @@ def capture(kernel: str, dim: int, length: int, heads: int, *, run: bool) -> dic
 def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[triton_plan.Launch, tuple, tuple]:
     """The same launch with other sizes."""
     launch, tensors, numbers = item
-    bm, bn, warps, stages = sizes
+    bm, bn = sizes.queries, sizes.keys
     old = launch.constants["BN" if kind == "keys" else "BM"]
     blocks = -(-launch.grid[0] * old // (bn if kind == "keys" else bm))
     rows = bm if kind == "keys" else bn
@@ -77,8 +84,10 @@ def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[triton_plan.Launch,
         else triton_plan.describe(x.base, rows, x.block_shape[3])
         for x in tensors
     )  # fmt: skip
-    constants = launch.constants | {"BM": bm, "BN": bn}
-    options = {"num_warps": warps, "num_stages": stages}
+    constants = launch.constants | {"BM": bm, "BN": bn, "HELD": sizes.held}
+    options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+    if sizes.registers:
+        options["maxnreg"] = sizes.registers
     new = triton_plan.Launch(launch.kernel, (blocks, *launch.grid[1:]), constants, options)
     return new, tensors, numbers
 
@@ -127,11 +136,11 @@ def main() -> None:
                 for sizes in CANDIDATES[kind]:
                     note = notes[kernel, dim, options.heads, kind, sizes]
                     if note.startswith("fails"):
-                        rows.append((float("inf"), f"{sizes}: {note}"))
+                        rows.append((float("inf"), f"{tuple(sizes)}: {note}"))
                         continue
                     launch, tensors, numbers = launch_with(kind, items[kind], sizes)
                     ms = clock.median(lambda: launch(tensors, numbers))  # noqa: B023
-                    rows.append((ms, f"{sizes}: {ms:.3f} ms, {note}"))
+                    rows.append((ms, f"{tuple(sizes)}: {ms:.3f} ms, {note}"))
                 print(f"\n{kernel}, {dim} features, {kind}")
                 for _, line in sorted(rows):
                     print(f"  {line}", flush=True)

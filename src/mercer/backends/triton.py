@@ -386,9 +386,7 @@ def _(x: Tensor, rows: Tensor, sided: bool) -> Tensor:
 
 
 @torch.library.custom_op("mercer::scores_backward", mutates_args=())
-def scores_backward(
-    grad: Tensor, x: Tensor, rows: Tensor, sided: bool
-) -> tuple[Tensor, Tensor]:
+def scores_backward(grad: Tensor, x: Tensor, rows: Tensor, sided: bool) -> tuple[Tensor, Tensor]:
     """Its gradients; what fills up a line has none."""
     count = triton_launch.score_columns(rows, sided)[0]
     return triton_launch.scores_backward(grad.contiguous()[..., :count], x, rows)

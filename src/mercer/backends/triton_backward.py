@@ -29,6 +29,7 @@ from .triton_kernels import (
     _exactly,
     _form,
     _head,
+    _held,
     _kept,
     _key_range,
     _link,
@@ -149,7 +150,6 @@ def _keys_span(
         if EARLY:
             # Started before the weights are formed, so that the two run side by side.
             grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
-            delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if HAS_COL0:
             t0 += c0[:, None]
@@ -158,7 +158,9 @@ def _keys_span(
             far = table + n.to(tl.int64) * stt
             lse2 = lse2 - LOG2E * tl.load(far, mask=inside, other=0.0)
         elif BIAS == 2:
-            bias = _bias(table, stt, i[None, :], j[:, None], n[None, :], num_queries, CLIP, SIDED, FILTER)
+            bias = _bias(
+                table, stt, i[None, :], j[:, None], n[None, :], num_queries, CLIP, SIDED, FILTER
+            )
         seen = j[:, None] >= 0
         if MASK:
             seen = _visible(
@@ -175,8 +177,9 @@ def _keys_span(
         )  # fmt: skip
         if not EARLY:
             grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
-            delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        # Read late, when log_mass has given back its registers.
+        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
         dropped = p
         if DROPOUT:
             kept = _kept(seed, bh, n[None, :], j[:, None], num_queries, num_keys, dropout)
@@ -184,14 +187,19 @@ def _keys_span(
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
         if PART != 2:
             dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
-        g = dp - delta
+        # Scales that are the same for all queries wait until the end of the block; those of each
+        # query cost nothing beside the difference.
+        ALONG: tl.constexpr = MODE0 == 2 and E1 == 0 and FORM != POLY
+        if ALONG:
+            g = dp * scale0 - delta * scale0
+        else:
+            g = dp - delta
         if MASK:
             g = tl.where(seen, g, 0.0)
-        # Scales that are the same for all queries wait until the end of the block.
         u0 = g * pull0
         if FORM == POLY:
             u0 = u0 * (PARAM0 * rate)
-        elif MODE0 == 2:
+        elif MODE0 == 2 and not ALONG:
             u0 = u0 * scale0
         if PART != 2:
             dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
@@ -270,6 +278,7 @@ def backward_keys(
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
     TMA: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, ADD: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
@@ -284,6 +293,10 @@ def backward_keys(
     line = bh.to(tl.int64) * num_queries
     k0 = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, j, e0, E0, num_keys, True)
     v = _rows(V_ + b * svb + (h // group_v) * svh, svt, j, dv, V, num_keys, True)
+    if HELD & 1:
+        k0 = _held(k0, E0, PRECISION)
+    if HELD & 2:
+        v = _held(v, V, PRECISION)
     SUM0: tl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1 and LINK0 == IDENTITY
     SUM1: tl.constexpr = WANT1 and HAS_COL1 and MODE1 == 1 and LINK1 == IDENTITY
     DCOL0: tl.constexpr = NORM0 or SAVE_COL0 or SUM0
@@ -430,7 +443,9 @@ def _queries_span(
             next1 = _numbers(col1, first_key + BN, num_keys, BN)
         bias = 0.0
         if BIAS == 2:
-            bias = _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP, SIDED, FILTER)
+            bias = _bias(
+                table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP, SIDED, FILTER
+            )
         seen = j[None, :] >= 0
         if MASK:
             seen = _visible(
@@ -536,6 +551,7 @@ def backward_queries(
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
     SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr, ADD: tl.constexpr,
+    HELD: tl.constexpr,
     CUT: tl.constexpr, HAS_LSE: tl.constexpr, PITCH: tl.constexpr, FIRST: tl.constexpr,
     HAS_LOW: tl.constexpr,
 ):  # fmt: skip
@@ -556,6 +572,10 @@ def backward_queries(
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, False, TOKENS)
     grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
+    if HELD & 1:
+        q0 = _held(q0, E0, PRECISION)
+    if HELD & 2:
+        grad = _held(grad, V, PRECISION)
     scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)

@@ -309,6 +309,18 @@ def _bias(
 
 
 @triton.jit
+def _held(x, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product left it: in registers, as the first operand of all products of a loop.
+
+    Otherwise each would read it from shared memory again, which is as busy as the products are.
+    """
+    if PRECISION != "ieee":
+        e = tl.arange(0, WIDTH)
+        x = tl.dot(x, (e[:, None] == e[None, :]).to(x.dtype)).to(x.dtype)
+    return x
+
+
+@triton.jit
 def _kept(seed, bh, n, j, num_queries, num_keys, dropout):
     """Which weights dropout keeps: the same in forward and backward."""
     offset = (bh.to(tl.int64) * num_queries + n.to(tl.int64)) * num_keys + j.to(tl.int64)
@@ -441,7 +453,9 @@ def _forward_span(
                 e += other
                 a = a * a1
             if BIAS == 2:
-                e += _bias(table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP, SIDED, FILTER)
+                e += _bias(
+                    table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP, SIDED, FILTER
+                )
             if FORM == FLAT:
                 # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
@@ -482,6 +496,7 @@ def forward(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
     INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys."""
     bh = tl.program_id(1)
@@ -494,6 +509,8 @@ def forward(
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
+    if HELD & 1:
+        q0 = _held(q0, E0, PRECISION)
     none = tl.zeros((BM,), tl.float32)
     scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none

@@ -386,7 +386,11 @@ def scores_backward(grad: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tens
     """The gradients of x and of the rows; that of the table is as `like_table` made it."""
     given, x, rows = rows, readable_rows(x), rows.contiguous()
     batch, heads, length, width = x.shape
-    (count, pitch), total, parts = (grad.shape[-1], grad.stride(2)), rows.shape[1], -(-length // PART)
+    (count, pitch), total, parts = (
+        (grad.shape[-1], grad.stride(2)),
+        rows.shape[1],
+        -(-length // PART),
+    )
     constants = _scoring(x)
     dx = x.new_empty(x.shape)
     half = x.dtype.itemsize == 2

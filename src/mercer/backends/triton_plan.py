@@ -383,43 +383,64 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-# (BM, BN, warps, stages) by kernel, width and what the weights need, measured on an H200. With two
-# stages, the ptxas of Triton 3.6 fails on the pass over queries.
-SIZES: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
-    ("forward", 64, "plain"): (64, 128, 4, 3),
-    ("forward", 64, "keyed"): (64, 64, 4, 3),
-    ("forward", 64, "link"): (64, 64, 4, 3),
-    ("forward", 128, "plain"): (128, 128, 8, 3),
-    ("forward", 128, "keyed"): (64, 64, 4, 3),
-    ("forward", 128, "parts"): (128, 64, 8, 3),
-    ("forward", 128, "link"): (128, 64, 8, 3),
-    ("forward", 256, "plain"): (128, 64, 8, 3),
-    ("forward", 256, "link"): (64, 32, 8, 3),
-    ("forward", 512, "plain"): (64, 32, 8, 2),
-    ("forward", 512, "link"): (32, 32, 8, 1),
-    ("keys", 64, "link"): (64, 64, 4, 3),
-    ("keys", 128, "plain"): (32, 64, 4, 3),
-    ("keys", 128, "keyed"): (64, 64, 4, 2),
-    ("keys", 128, "each"): (32, 64, 4, 3),
-    ("keys", 128, "parts"): (64, 64, 4, 2),
-    ("keys", 128, "table"): (64, 64, 4, 2),
-    ("keys", 128, "link"): (32, 64, 4, 3),
-    ("keys", 256, "parts"): (64, 64, 8, 2),
-    ("keys", 256, "plain"): (32, 64, 8, 2),
-    ("keys", 256, "link"): (32, 32, 8, 1),
-    ("keys", 512, "plain"): (32, 32, 8, 1),
-    ("keys", 512, "link"): (16, 32, 8, 1),
-    ("queries", 64, "link"): (64, 64, 4, 3),
-    ("queries", 64, "table"): (64, 32, 4, 3),
-    ("queries", 128, "plain"): (128, 64, 8, 3),
-    ("queries", 128, "parts"): (64, 64, 4, 3),
-    ("queries", 128, "table"): (64, 32, 4, 3),
-    ("queries", 128, "link"): (128, 64, 8, 3),
-    ("queries", 256, "parts"): (128, 32, 8, 3),
-    ("queries", 256, "plain"): (64, 32, 8, 3),
-    ("queries", 256, "link"): (32, 32, 8, 1),
-    ("queries", 512, "plain"): (32, 32, 8, 1),
-    ("queries", 512, "link"): (32, 16, 8, 1),
+class Sizes(NamedTuple):
+    """How a kernel is cut into blocks, and what it may hold on to."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    # The most registers of a thread, so that more blocks share a processor; 0 for no bound.
+    registers: int = 0
+    # Which operands that a loop does not change stay in registers: of the scores (1), of dP (2).
+    held: int = 0
+
+
+# By kernel, width and what the weights need, measured on an H200. With two stages, the ptxas of Triton
+# 3.6 fails on the pass over queries.
+SIZES: dict[tuple[str, int, str], Sizes] = {
+    ("forward", 64, "plain"): Sizes(64, 64, 4, 3, 128, held=1),
+    ("forward", 64, "link"): Sizes(64, 64, 4, 3),
+    ("forward", 64, "near"): Sizes(64, 64, 4, 1, 168),
+    ("forward", 128, "plain"): Sizes(128, 128, 8, 3),
+    ("forward", 128, "keyed"): Sizes(64, 64, 4, 3),
+    ("forward", 128, "parts"): Sizes(128, 64, 8, 3),
+    ("forward", 128, "link"): Sizes(128, 64, 8, 3),
+    ("forward", 128, "near"): Sizes(64, 32, 4, 2),
+    ("forward", 256, "plain"): Sizes(128, 64, 8, 3),
+    ("forward", 256, "link"): Sizes(64, 32, 8, 3),
+    ("forward", 512, "plain"): Sizes(64, 32, 8, 2),
+    ("forward", 512, "link"): Sizes(32, 32, 8, 1),
+    ("keys", 64, "plain"): Sizes(64, 64, 4, 2, 168),
+    ("keys", 64, "each"): Sizes(32, 64, 4, 3, 168),
+    ("keys", 64, "link"): Sizes(64, 64, 4, 3),
+    ("keys", 64, "near"): Sizes(32, 64, 4, 1, 168),
+    ("keys", 128, "plain"): Sizes(32, 64, 4, 3, held=1),
+    ("keys", 128, "keyed"): Sizes(64, 64, 4, 2),
+    ("keys", 128, "each"): Sizes(32, 64, 4, 3),
+    ("keys", 128, "parts"): Sizes(64, 64, 4, 2),
+    ("keys", 128, "table"): Sizes(64, 64, 4, 2),
+    ("keys", 128, "link"): Sizes(32, 64, 4, 3),
+    ("keys", 128, "near"): Sizes(32, 64, 4, 1),
+    ("keys", 256, "parts"): Sizes(64, 64, 8, 2, held=1),
+    ("keys", 256, "plain"): Sizes(32, 64, 8, 2),
+    ("keys", 256, "link"): Sizes(32, 32, 8, 1),
+    ("keys", 512, "plain"): Sizes(32, 32, 8, 1),
+    ("keys", 512, "link"): Sizes(16, 32, 8, 1),
+    ("queries", 64, "each"): Sizes(64, 64, 4, 3, 168),
+    ("queries", 64, "link"): Sizes(64, 64, 4, 3),
+    ("queries", 64, "table"): Sizes(64, 32, 4, 3),
+    ("queries", 64, "near"): Sizes(64, 32, 4, 1),
+    ("queries", 128, "plain"): Sizes(64, 64, 4, 3, held=3),
+    ("queries", 128, "parts"): Sizes(64, 64, 4, 3),
+    ("queries", 128, "table"): Sizes(64, 32, 4, 3),
+    ("queries", 128, "near"): Sizes(64, 32, 4, 1),
+    ("queries", 128, "link"): Sizes(128, 64, 8, 3),
+    ("queries", 256, "parts"): Sizes(128, 32, 8, 3, held=1),
+    ("queries", 256, "plain"): Sizes(64, 32, 8, 3),
+    ("queries", 256, "link"): Sizes(32, 32, 8, 1),
+    ("queries", 512, "plain"): Sizes(32, 32, 8, 1),
+    ("queries", 512, "link"): Sizes(32, 16, 8, 1),
 }
 # Where numbers per key are columns of a product; elsewhere they are added to it.
 SPREADS = {("forward", 64), ("queries", 64), ("queries", 128)}
@@ -432,12 +453,12 @@ FALLBACKS = {
 }
 # Few queries against many keys, by parts of the keys; what is wide has no room for more.
 SPLIT_QUERIES = 16
-SPLITS = {64: (16, 128, 8, 3), 128: (16, 128, 8, 3), 256: (16, 64, 4, 3)}
+SPLITS = {64: Sizes(16, 128, 8, 3), 128: Sizes(16, 128, 8, 3), 256: Sizes(16, 64, 4, 3)}
 
 
 # Keys beyond a table's reach get launches of their own where there are this many times its reach:
-# slower at 32 times on an H200, faster at 128.
-CUT = 64
+# faster at 32 times and at 128 on an H200.
+CUT = 32
 
 
 def cut_at_reach(
@@ -467,8 +488,8 @@ def _bucket(p: Plan) -> int:
     return next(size for size in (64, 128, 256, 512, width) if width <= size)
 
 
-def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
-    """Block sizes, warps and stages for a kernel."""
+def _sizes(kind: str, p: Plan) -> Sizes:
+    """Block sizes for a kernel."""
     c = p.constants
     linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
     needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
@@ -478,11 +499,11 @@ def _sizes(kind: str, p: Plan) -> tuple[int, int, int, int]:
         needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = _bucket(p)
     if kind == "split":
-        return SPLITS.get(bucket, (SPLIT_QUERIES, 32, 4, 2))
+        return SPLITS.get(bucket, Sizes(SPLIT_QUERIES, 32, 4, 2))
     for name in (needs, *FALLBACKS.get(needs, ("link",))):
         if (kind, bucket, name) in SIZES:
             return SIZES[kind, bucket, name]
-    return 16, 16, 4, 1
+    return Sizes(16, 16, 4, 1)
 
 
 def launch_of(
@@ -497,7 +518,8 @@ def launch_of(
         return found
     from . import triton_backward, triton_kernels
 
-    bm, bn, warps, stages = _sizes("split" if parts > 1 else kind, p)
+    sizes = _sizes("split" if parts > 1 else kind, p)
+    bm, bn = sizes.queries, sizes.keys
     slots = p.static.slots
     two = len(slots) == 2
     q0, q1, k0, k1, v = p.aligned
@@ -526,11 +548,17 @@ def launch_of(
     flags["TOKENS"] = p.static.tokens
     # Beside a table by pointers the copy engine's barriers cost more than they save.
     flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or _bucket(p) > 64)
+    # What has more to do needs all the registers there are.
+    lean = flags["TMA"] or p.constants["CLIP"] >= 0
+    lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32
+    flags["HELD"] = sizes.held if lean else 0
     constants = p.constants | flags
     # The copy engine fills up what lies beyond the width.
     constants["EVEN"] = constants["EVEN"] or flags["TMA"]
     batch, heads, num_queries = p.static.shape
     blocks = -(-p.num_keys // bn) if kind == "keys" else -(-num_queries // bm)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+    if sizes.registers and lean:
+        options["maxnreg"] = sizes.registers
     found = p.launches[key] = Launch(kernel, (blocks, batch * heads, parts), constants, options)
     return found
