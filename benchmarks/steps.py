@@ -1,11 +1,12 @@
 """The step of a whole language model, every system against softmax attention, in one run.
 
-    python benchmarks/steps.py [--lengths 1024,4096] [--tokens 16384] [--save]
+    python benchmarks/steps.py [--lengths 1024,4096] [--tokens 16384] [--jobs 6] [--save]
 
 A step is forward, backward and AdamW, of GPT-2's small shape with 50257 tokens, without dropout:
 compiled and in bfloat16 by autocast on a GPU, as it is and in float32 on a CPU. The yardstick is
 vaswani2017 on torch's SDPA, timed first and last; a ratio is to the mean of the two. A compiled
-model whose loss is not that of the same model uncompiled gets no time.
+model whose loss is not that of the same model uncompiled gets no time. With --jobs, as many models
+are compiled side by side in processes of their own; then each is timed while the others wait.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import argparse
 import contextlib
 import gc
 import json
+import multiprocessing
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,7 +66,14 @@ def make(name: str, options: argparse.Namespace, length: int) -> KernelLM:
     return KernelLM(presets.lm(options.preset, **fields)).to(options.device)
 
 
-def measure(name: str, options: argparse.Namespace, length: int, clock: Clock) -> Row:
+def measure(
+    name: str,
+    options: argparse.Namespace,
+    length: int,
+    clock: Clock,
+    wait: Callable[[], object] = lambda: None,
+) -> Row:
+    """A row; `wait` is called when all is ready for the clock."""
     row = Row(length=length, system=name)
     try:
         model = make(name, options, length)
@@ -81,7 +92,7 @@ def measure(name: str, options: argparse.Namespace, length: int, clock: Clock) -
         if not options.eager:
             with torch.no_grad():
                 want = loss().item()
-            model.compile(dynamic=False)
+            model.compile_parts(dynamic=False)
             found = loss().item()
             if not abs(found - want) < 0.02 * abs(want):
                 row.problem = f"compiled, its loss is {found:.4f} and not {want:.4f}"
@@ -92,6 +103,8 @@ def measure(name: str, options: argparse.Namespace, length: int, clock: Clock) -
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+        step()
+        wait()
         row.step_ms = clock.median(step)
         row.tokens_per_second = ids.numel() / row.step_ms * 1e3
         if (peak := clock.peak(step)) is not None:
@@ -107,6 +120,41 @@ def measure(name: str, options: argparse.Namespace, length: int, clock: Clock) -
         if options.cuda:
             torch.cuda.empty_cache()
     return row
+
+
+def work(line: Any, options: argparse.Namespace) -> None:
+    """A process of its own: it gets a name and a length, says when it is ready, and is let go."""
+    clock = Clock(torch.device(options.device), options.repeats)
+
+    def wait() -> None:
+        line.send(None)
+        line.recv()
+
+    while (task := line.recv()) is not None:
+        line.send(measure(*task[:1], options, task[1], clock, wait))
+
+
+def side_by_side(tasks: list[tuple[str, int]], options: argparse.Namespace) -> Iterator[Row]:
+    """The rows of all tasks: a round of them gets ready together and is timed one by one."""
+    context = multiprocessing.get_context("spawn")
+    lines = []
+    for _ in range(min(options.jobs, len(tasks))):
+        ours, theirs = context.Pipe()
+        context.Process(target=work, args=(theirs, options), daemon=True).start()
+        lines.append(ours)
+    for first in range(0, len(tasks), options.jobs):
+        busy = list(zip(lines, tasks[first : first + options.jobs], strict=False))
+        for line, task in busy:
+            line.send(task)
+        # A row that comes at once has a problem in place of a time.
+        found = [line.recv() for line, _ in busy]
+        for (line, _), row in zip(busy, found, strict=True):
+            if row is None:
+                line.send(None)
+                row = line.recv()
+            yield row
+    for line in lines:
+        line.send(None)
 
 
 def compare(rows: list[Row]) -> None:
@@ -163,6 +211,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--tokens", type=int, default=16384, help="in a step")
     parser.add_argument("--systems", default="all", help="some of: " + ", ".join([*SYSTEMS, "rbf"]))
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--jobs", type=int, default=1, help="models to compile side by side")
     parser.add_argument("--repeats", type=int, help="timed steps; about a second's unless given")
     parser.add_argument("--save", action="store_true", help="write results/steps/DEVICE.{json,md}")
     parser.add_argument("--output", type=Path, help="write there instead, without an ending")
@@ -180,19 +229,23 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     }  # fmt: skip
     stem = options.output or RESULTS / slug(device_name(device))
     rows: list[Row] = []
-    for length in map(int, options.lengths.split(",")):
-        print(f"\n{length} tokens a sequence, {max(1, options.tokens // length)} sequences a step")
-        for name in [YARDSTICK, *names, YARDSTICK]:
-            again = any(row.system == name and row.length == length for row in rows)
-            rows.append(measure(name, options, length, clock))
-            rows[-1].system += ", again" if again else ""
-            compare(rows)
-            print(tell(rows[-1]), flush=True)
-            if options.save or options.output:
-                stem.parent.mkdir(parents=True, exist_ok=True)
-                data = about | {"rows": [asdict(row) for row in rows]}
-                write(stem.with_name(stem.name + ".json"), json.dumps(data, indent=1) + "\n")
-                write(stem.with_name(stem.name + ".md"), as_markdown(about, rows))
+    lengths = list(map(int, options.lengths.split(",")))
+    tasks = [(name, length) for length in lengths for name in [YARDSTICK, *names, YARDSTICK]]
+    alone = (measure(name, options, length, clock) for name, length in tasks)
+    for row in side_by_side(tasks, options) if options.jobs > 1 else alone:
+        if not any(before.length == row.length for before in rows):
+            count = max(1, options.tokens // row.length)
+            print(f"\n{row.length} tokens a sequence, {count} sequences a step")
+        again = any(row.system == before.system and row.length == before.length for before in rows)
+        row.system += ", again" if again else ""
+        rows.append(row)
+        compare(rows)
+        print(tell(row), flush=True)
+        if options.save or options.output:
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            data = about | {"rows": [asdict(row) for row in rows]}
+            write(stem.with_name(stem.name + ".json"), json.dumps(data, indent=1) + "\n")
+            write(stem.with_name(stem.name + ".md"), as_markdown(about, rows))
     slow = [row for row in rows if row.ratio is not None]
     if slow:
         worst = max(slow, key=lambda row: row.ratio or 0.0)
@@ -201,7 +254,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 def _command(options: argparse.Namespace) -> str:
-    shown = ["device", "preset", "lengths", "tokens", "systems", "repeats"]
+    shown = ["device", "preset", "lengths", "tokens", "systems", "jobs", "repeats"]
     given = [f"--{n} {getattr(options, n)}" for n in shown if getattr(options, n) is not None]
     flags = [f"--{n}" for n in ("eager", "save") if getattr(options, n)]
     return " ".join(["python benchmarks/steps.py", *given, *flags])

@@ -217,20 +217,38 @@ def test_what_it_does_not_take_runs_as_before(count):
 @pytest.mark.parametrize("temperature", [None, 0.4])
 def test_the_kernels_are_the_plain_passes(boundary, temperature):
     """Kernels of a key and their gradients, in float32."""
-    for cut, size in ((0, 5), (1, 3), (2, 5), (3, 7), (3, 3)):
+    for cut, size, heads in ((0, 5, 2), (1, 3, 1), (2, 5, 3), (3, 7, 1), (3, 3, 2)):
         call = Call(boundary, True, cut, temperature, 0.5)
-        taps = torch.randn(2, 70, 2, size, device=DEVICE)
-        got = taps_launch.kernels(taps, call, torch.float32)
-        want = plain_taps.kernels(taps, call, torch.float32)
+        # Of both targets, as rows of one table hold them.
+        pair = torch.randn(2, 70, 2, heads, size, device=DEVICE).unbind(2)
+        got = taps_launch.kernels(pair, call, torch.float32)
+        want = plain_taps.kernels(pair, call, torch.float32)
+        assert all(map(torch.equal, got, taps_launch.kernels(pair, call, torch.float32)))
         torch.testing.assert_close(got, want)
-        grad = torch.randn_like(want)
-        # A tap beyond the query reads nothing, so that it has no gradient.
-        for a in range(cut):
-            grad[..., 1 + a, size // 2 + a + 1 :] = 0.0
-        got = taps_launch.kernels_backward(grad, want, taps, call)
+        # All heads have a gradient, three of them for each kernel if it is shared.
+        grads = [
+            torch.randn(2, 70, 3 if heads == 1 else heads, *x.shape[3:], device=DEVICE)
+            for x in want
+        ]
+        for grad in grads:
+            # A tap beyond the query, or the ends, reads nothing, so that it has no gradient.
+            for a in range(cut):
+                grad[..., 1 + a, size // 2 + a + 1 :] = 0.0
+            for d in range(1, size // 2 + 1):
+                grad[:, :d, ..., size // 2 - d] = 0.0
+                grad[:, 70 - d :, ..., size // 2 + d] = 0.0
+        sums = [x.sum(2, keepdim=True) if heads == 1 else x for x in grads]
         if temperature is None:
-            grad = torch.where(want == 0, 0.0, grad)
-        torch.testing.assert_close(got, plain_taps.kernels_backward(grad, want, taps, call))
+            sums = [torch.where(w == 0, 0.0, x) for w, x in zip(want, sums, strict=True)]
+        same = plain_taps.kernels_backward(sums, want, pair, call)
+        for both in ((0, 1), (0,), (1,)):
+            given = [
+                [x if n in both else None for n, x in enumerate(xs)] for xs in (grads, want, pair)
+            ]
+            got = taps_launch.kernels_backward(*given, call)
+            for n in range(2):
+                assert (got[n] is None) == (n not in both)
+            torch.testing.assert_close([got[n] for n in both], [same[n] for n in both])
 
 
 @needs_triton
@@ -238,21 +256,20 @@ def test_the_kernels_are_the_plain_passes(boundary, temperature):
 def test_the_gradient_of_a_table_is_the_sum_of_its_rows(targets):
     ids = torch.randint(0, 40, (3, 130), device=DEVICE)
     ids[:, ::3] = 7
-    table = torch.zeros(50, targets, 2, 3, device=DEVICE)
     grads = [torch.randn(3, 130, 2, 3, device=DEVICE) for _ in range(targets)]
     # Numbers of very different sizes, and zeros.
     grads[0] *= torch.exp(4 * torch.randn(3, 130, 1, 1, device=DEVICE))
     grads[-1][0] = 0.0
-    got = taps_launch.sum_by_id(grads, ids, table)
+    got = taps_launch.sum_by_id(grads, ids, 50)
     rows = torch.stack(grads, 2).flatten(0, 1).double()
     want = sum_by_id(rows, ids.flatten(), 50)
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
-    assert torch.equal(got, taps_launch.sum_by_id(grads, ids, table))
-    tiny = taps_launch.sum_by_id([g * 1e-30 for g in grads], ids, table)
+    assert torch.equal(got, taps_launch.sum_by_id(grads, ids, 50))
+    tiny = taps_launch.sum_by_id([g * 1e-30 for g in grads], ids, 50)
     torch.testing.assert_close(tiny.double() * 1e30, want, rtol=1e-5, atol=1e-5)
-    assert not taps_launch.sum_by_id([g * 0.0 for g in grads], ids, table).any()
+    assert not taps_launch.sum_by_id([g * 0.0 for g in grads], ids, 50).any()
     grads[0][0, 0] = math.nan
-    assert taps_launch.sum_by_id(grads, ids, table).isnan().all()
+    assert taps_launch.sum_by_id(grads, ids, 50).isnan().all()
 
 
 def test_token_kernels_learn_the_same_table_each_time():
@@ -276,6 +293,123 @@ def test_token_kernels_learn_the_same_table_each_time():
     want = grad("reference", gathered=False)
     tolerance = 1e-4 if q.dtype == torch.float32 else 0.03
     assert (first - want).norm() <= tolerance * want.norm()
+
+
+def same(name, want, got):
+    """Equal bits; but for the queries, which flash attention on a GPU sums in any order."""
+    if CUDA and name == "q":
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+    else:
+        assert torch.equal(want, got), name
+
+
+def compare_compiled(calls, given):
+    """Outputs and gradients of some calls, eager and as one compiled graph."""
+    names = [f"out {n}" for n in range(len(calls))] + [name for one in given for name in one]
+    wanted = [x.detach().requires_grad_() for one in given for x in one.values()]
+
+    def run(*tensors):
+        rest = list(tensors)
+        return [
+            mc.vicinity(**{name: rest.pop(0) for name in one}, **options)
+            for one, options in zip(given, calls, strict=True)
+        ]
+
+    results, ran = [], []
+    forward = fused_taps.forward
+    torch._dynamo.reset()
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused_taps, "forward", lambda *x: ran.append(x[5]) or forward(*x))
+            outs = call(*wanted)
+        loss = sum(out.double().square().sum() for out in outs)
+        results.append((*outs, *torch.autograd.grad(loss, wanted)))
+    assert len(ran) == 2 * len(calls)
+    for name, want, got in zip(names, *results, strict=True):
+        same(name, want, got)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_a_compiled_graph_gives_the_same(boundary):
+    options = {"boundary": boundary, "normalize": 0.4}
+    calls, given = [], []
+    for target, size, length in (("keys", 3, 13), ("values", 5, 9), ("both", 3, 70)):
+        calls += [options, options | {"filter": mc.Full()}]
+        heads = 2 if target == "keys" else 1
+        given += [draw(length, size, target, tap_heads=heads, dim=16, values=16)] * 2
+    # Memory that lies token by token.
+    turned = {name: given[-1][name].transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"}
+    # Shorter than a kernel reaches; grouped heads and values of another width; taps as they are.
+    calls += [options, options, options | {"normalize": None}]
+    given += [given[-1] | turned, draw(2, 7, "both"), draw(12, 5, "both", heads=4, values=5)]
+    compare_compiled(calls, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_compiled_graph_takes_every_dtype(dtype):
+    if not EXACT and (dtype == torch.float32) == CUDA:
+        pytest.skip("not one function there")
+    given = {n: x if CUDA and "taps" in n else x.to(dtype) for n, x in draw(33, 3, "both").items()}
+    compare_compiled([{"normalize": 0.4}], [given])
+
+
+def test_a_compiled_graph_takes_other_lengths():
+    compiled = torch.compile(
+        lambda **given: mc.vicinity(**given, normalize=0.4), fullgraph=True, dynamic=True
+    )
+    torch._dynamo.reset()
+    for length in (24, 40, 56):
+        given = {n: x.requires_grad_() for n, x in draw(length, 3, "both").items()}
+        want, got = mc.vicinity(**given, normalize=0.4), compiled(**given)
+        assert torch.equal(want, got)
+        grads = [torch.autograd.grad(x.square().sum(), list(given.values())) for x in (want, got)]
+        for name, *pair in zip(given, *grads, strict=True):
+            same(name, *pair)
+
+
+def test_a_compiled_graph_learns_the_same_table():
+    tokens = mn.TokenKernels(50, 3, on="kv").to(DEVICE)
+    ids = torch.randint(0, 50, (BATCH, 40), device=DEVICE)
+    given = draw(40, 3, "both")
+    q, k, v = (given[n].to(torch.float32 if EXACT else DTYPE) for n in "qkv")
+
+    def run():
+        keys, values = tokens(ids)
+        return mc.vicinity(q, k, v, key_taps=keys, value_taps=values, normalize=0.4)
+
+    torch._dynamo.reset()
+    want, got = (
+        torch.autograd.grad(call().float().square().sum(), tokens.weight)[0]
+        for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager"))
+    )
+    assert want.any()
+    assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_its_operators_are_sound(target):
+    for boundary, causal, length, tokens in (
+        ("shrink", True, 20, False), ("none", True, 24, True), ("left", True, 20, False),
+        ("truncate", False, 20, False), ("shrink", True, 1, False),
+    ):  # fmt: skip
+        given = draw(length, 3, target)
+        q, k, v = (given[n] for n in "qkv")
+        if tokens:
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        taps = given.get("key_taps"), given.get("value_taps")
+        cut = int(causal and boundary != "left")
+        options = (boundary, causal, cut, 0.4, 0.5, tokens)
+        wanted = [None if x is None else x.clone().requires_grad_() for x in (q, k, v, *taps)]
+        torch.library.opcheck(fused_taps.smooth_taps, (*wanted, *options))
+        made = fused_taps.smooth_taps(q, k, v, *taps, *options)
+        arguments = (torch.randn_like(made[0]), q, k, v, *taps, made, *options)
+        torch.library.opcheck(fused_taps.smooth_taps_backward, arguments)
+    ids = torch.randint(0, 7, (2, 9), device=DEVICE)
+    targets = sum(TARGETS[target])
+    table = torch.randn(7, targets, 2, 3, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(fused_taps.gather_taps, (table, ids))
+    grads = [torch.randn(2, 9, 2, 3, device=DEVICE) for _ in range(targets)]
+    torch.library.opcheck(fused_taps.sum_taps, (grads, ids, 7))
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")

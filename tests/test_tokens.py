@@ -245,14 +245,13 @@ def test_the_gradient_of_a_large_table_is_the_same_bits_each_time():
     assert 262 in used
 
 
-# dynamo makes an instance of torch's own Function, which torch has deprecated
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_equals_eager():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_equals_eager(dynamic):
     layer, (x, ids) = make(mn.TokenKernels(VOCAB, 5, on="kv")), draw()
     want = layer(x, token_ids=ids)
     want_grads = torch.autograd.grad(want.square().sum(), list(layer.parameters()))
     torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     got = compiled(x, token_ids=ids)
     close(got, want)
     grads = torch.autograd.grad(got.square().sum(), list(layer.parameters()))

@@ -186,12 +186,12 @@ def smooth_taps(
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
     kept, _ = forward(q, k, v, key_taps, value_taps, call, _choice(q, k, v, call) or FLASH)
     out, kt, vt, keys, values, lse, far_lse, scores = kept
-    # An operator gives no tensor that came, and no two in one memory.
+    # An operator does not give back what came.
     kt, vt = kt.clone() if kt is k else kt, vt.clone() if vt is v else vt
-    if far_lse is not None:
-        far_lse = far_lse.view(far_lse.shape[:3]).contiguous()
+    far_lse = None if far_lse is None else far_lse.reshape(far_lse.shape[:3])
     made = (kt, vt, keys, values, lse if cut else None, far_lse, scores if cut else None)
-    return [_laid(out, tokens), *(q.new_empty(0) if x is None else x for x in made)]
+    others = (q.new_empty(0) if x is None else x.contiguous() for x in made)
+    return [_laid(out, tokens), *others]
 
 
 @smooth_taps.register_fake
@@ -199,28 +199,29 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None,
     boundary: str, causal: bool, cut: int, temperature: float | None, scale: float, tokens: bool,
 ) -> list[Tensor]:  # fmt: skip
-    wide, (batch, heads, length, width) = accumulator(q.dtype), q.shape
-    none, far = q.new_empty(0), length > cut
+    wide, (batch, heads, length, _), far = accumulator(q.dtype), q.shape, q.shape[2] > cut
     kernels = (
-        none if x is None else x.new_empty((*x.shape[:3], 1 + cut, x.shape[-1]), dtype=wide)
-        for x in (key_taps, value_taps)
+        (0,) if x is None else (*x.shape[:3], 1 + cut, x.shape[-1]) for x in (key_taps, value_taps)
     )
+    near = ((batch, heads, length), (batch, heads, length - cut), (batch, heads, length, cut))
+    shapes = (s if there else (0,) for s, there in zip(near, (cut, far, cut), strict=True))
     return [
-        empty(q, batch, heads, length, width, tokens),
-        k.new_empty(k.shape) if far else none,
-        v.new_empty(v.shape) if far else none,
-        *kernels,
-        q.new_empty((batch, heads, length), dtype=wide) if cut else none,
-        q.new_empty((batch, heads, length - cut), dtype=wide) if far else none,
-        q.new_empty((batch, heads, length, cut), dtype=wide) if cut else none,
+        _empty(q, tokens),
+        *(x.new_empty(x.shape if far else (0,)) for x in (k, v)),
+        *(q.new_empty(s, dtype=wide) for s in (*kernels, *shapes)),
     ]
 
 
 def _laid(x: Tensor, tokens: bool) -> Tensor:
-    """x as `empty` lays it out."""
+    """x as `_empty` lays it out."""
     if (x.transpose(1, 2) if tokens else x).is_contiguous():
         return x
-    return empty(x, *x.shape, tokens).copy_(x)
+    return _empty(x, tokens).copy_(x)
+
+
+def _empty(x: Tensor, tokens: bool) -> Tensor:
+    batch, heads, length, width = x.shape
+    return empty(x, batch, heads, length, width, tokens)
 
 
 @torch.library.custom_op("mercer::smooth_taps_backward", mutates_args=())
@@ -259,17 +260,16 @@ def _(
     temperature: float | None, scale: float, tokens: bool,
 ) -> list[Tensor]:  # fmt: skip
     taps = [x for x in (key_taps, value_taps) if x is not None]
-    grads = [empty(x, *x.shape, tokens) for x in (q, k, v)]
-    return [*grads, *(x.new_empty(x.shape) for x in taps)]
+    return [*(_empty(x, tokens) for x in (q, k, v)), *(x.new_empty(x.shape) for x in taps)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, k, v, key_taps, value_taps, *ctx.options = inputs
-    out, *others = output
     ctx.taps = key_taps is not None, value_taps is not None
-    far = q.shape[2] > ctx.options[2]
-    kept = Kept(out, *(x if far else None for x in others[:2]), key_taps, value_taps, *others[4:])
-    ctx.save_for_backward(q, *kept.raw(k, v), key_taps, value_taps, *output)
+    if q.shape[2] > ctx.options[2]:
+        # Copies that no kernel made serve as well as what came.
+        k, v = (x if t else y for x, t, y in zip((k, v), ctx.taps, output[1:3], strict=True))
+    ctx.save_for_backward(q, k, v, key_taps, value_taps, *output)
     ctx.set_materialize_grads(False)
 
 
@@ -340,6 +340,11 @@ def gather(table: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     return found
 
 
+def _take(table: Tensor, ids: Tensor) -> Tensor:
+    # Faster than table[ids], which takes any number of indices.
+    return table.index_select(0, ids.reshape(-1)).view(*ids.shape, *table.shape[1:])
+
+
 def _sum(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
     """The gradient of a table of so many rows."""
     single = grads[0].dtype != torch.float64
@@ -354,7 +359,7 @@ class _Gather(torch.autograd.Function):
         ids = ids.long()
         ctx.save_for_backward(ids)
         ctx.count = table.shape[0]
-        return table[ids].unbind(2)
+        return _take(table, ids).unbind(2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -366,7 +371,7 @@ class _Gather(torch.autograd.Function):
 @torch.library.custom_op("mercer::gather_taps", mutates_args=())
 def gather_taps(table: Tensor, ids: Tensor) -> list[Tensor]:
     """The same for compiled graphs."""
-    return [x[ids] for x in table.unbind(1)]
+    return [_take(x, ids.long()) for x in table.unbind(1)]
 
 
 @gather_taps.register_fake

@@ -17,22 +17,22 @@ from .plain_taps import Call, Near, Pair
 from .triton_plan import Launch, room
 
 RULES = {"none": 0, "left": 1, "truncate": 2, "shrink": 3}
-# Places of a block, by the kernel, for up to 64 features; wider rows fill the registers.
-SIZES = {"convolve": 64, "merge": 32, "pulls": 32, "backward": 32}
+# By the kernel: places of a block, for up to 64 features, and warps; wider rows take fewer places.
+SIZES = {"convolve": (64, 8), "merge": (32, 4), "pulls": (32, 4), "backward": (32, 8)}
+# Rows of taps of a program, and numbers of it where it sums over heads.
+TAP_ROWS, HEAD_SUMS = 64, 1024
 # How many programs look for the largest gradient.
 PROGRAMS = 64
 
 Numbers = tuple[int | float, ...]
+Made = tuple[tuple[int, int], Numbers, dict[str, Any]]
 _launches: dict[Any, tuple[Launch, Numbers]] = {}
 
 
-def _start(
-    key: tuple[Any, ...], tensors: tuple[Tensor, ...],
-    make: Callable[[], tuple[tuple[int, int], Numbers, dict[str, Any]]],
-) -> None:  # fmt: skip
+def _start(key: tuple[Any, ...], tensors: tuple[Tensor, ...], make: Callable[[], Made]) -> None:
     """Start the kernel that the key begins with; `make` gives grid, numbers and constants.
 
-    All tensors begin at a multiple of 16 bytes: Triton compiles for that, and the key is silent.
+    All tensors begin at a multiple of 16 bytes, or the key says it: Triton compiles for that.
     """
     found = _launches.get(key)
     if found is None:
@@ -41,8 +41,8 @@ def _start(
         if len(_launches) > 4096:
             _launches.clear()
         grid, numbers, constants = make()
-        kernel = getattr(triton_taps, key[0])
-        launch = Launch(kernel, (*grid, 1), constants, {"num_warps": 4})
+        _, warps = SIZES.get(key[0], (0, 4))
+        launch = Launch(getattr(triton_taps, key[0]), (*grid, 1), constants, {"num_warps": warps})
         found = _launches[key] = (launch, numbers)
     found[0](tensors, found[1])
 
@@ -56,13 +56,18 @@ def _whole(x: Tensor) -> Tensor:
     return _readable(x.contiguous())
 
 
-def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype)
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.device, x.dtype, x.shape, x.stride()
 
 
-def _grid(name: str, x: Tensor, *widths: int) -> tuple[int, tuple[int, int]]:
-    """Places of a block, and the grid over x, [B, H, T, …]."""
-    rows = max(8, SIZES[name] * 64 // max(64, *(room(width) for width in widths)))
+def _size(kernel: Tensor | None) -> torch.Size | None:
+    """Kernels are in float32, one after the other."""
+    return None if kernel is None else kernel.shape
+
+
+def _grid(name: str, x: Tensor) -> tuple[int, tuple[int, int]]:
+    """Places of a block, and the grid over x, [B, H, T, D]."""
+    rows = max(8, SIZES[name][0] * 64 // max(64, room(x.shape[3])))
     return rows, (-(-x.shape[2] // rows), x.shape[0] * x.shape[1])
 
 
@@ -79,77 +84,113 @@ def _per_head(kernel: Tensor | None) -> int:
     return 0 if kernel is None or kernel.shape[2] == 1 else kernel.shape[2]
 
 
-def _small(taps: Tensor, call: Call) -> tuple[int, tuple[int, int], float, dict[str, Any]]:
-    """How many rows of taps there are, the grid, 1 / T and the constants."""
-    size, count = taps.shape[-1], taps.numel() // taps.shape[-1]
-    constants = {
-        "R": size // 2, "S": size, "SP": 1 << (size - 1).bit_length(), "P": call.cut,
-        "RULE": RULES[call.boundary], "NORMAL": call.temperature is not None, "BM": 128,
-    }  # fmt: skip
-    rate = 1.0 if call.temperature is None else 1.0 / call.temperature
-    return count, (-(-count // 128), 1), rate, constants
+def _rule(call: Call) -> dict[str, Any]:
+    return {"P": call.cut, "RULE": RULES[call.boundary]}
+
+
+def _taps(taps: Tensor, call: Call) -> dict[str, Any]:
+    """Constants of passes over taps."""
+    size = taps.shape[-1]
+    known = {"R": size // 2, "S": size, "SP": 1 << (size - 1).bit_length()}
+    return known | _rule(call) | {"NORMAL": call.temperature is not None}
+
+
+def _rate(call: Call) -> float:
+    return 1.0 if call.temperature is None else 1.0 / call.temperature
 
 
 def kernels(pair: Pair, call: Call, wide: torch.dtype) -> Pair:
-    keys, values = (None if taps is None else _kernels(taps, call, wide) for taps in pair)
-    return keys, values
+    keys, values = (None if x is None else _by_rows(x) for x in pair)
+    if keys is not None and values is not None and _kind(keys) == _kind(values):
+        return _kernels(keys, values, call, wide)
+    first = None if keys is None else _kernels(keys, None, call, wide)[0]
+    return first, None if values is None else _kernels(values, None, call, wide)[0]
 
 
-def _kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
-    taps = _whole(taps)
-    out = taps.new_empty(*taps.shape[:3], 1 + call.cut, taps.shape[-1], dtype=wide)
+def _by_rows(taps: Tensor) -> Tensor:
+    """Taps [B, T, H, S] of which batch and place are one axis, such as every other row of them."""
+    if taps.is_contiguous():
+        return taps
+    batch, length, _, size = taps.shape
+    even = batch == 1 or taps.stride(0) == length * taps.stride(1)
+    return taps if even and (size == 1 or taps.stride(3) == 1) else taps.contiguous()
 
-    def make() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
-        count, grid, rate, constants = _small(taps, call)
-        return grid, (count, rate), constants
 
-    _start(("kernels", taps.device, taps.shape, taps.dtype, call), (taps, out), make)
-    return out
+def _kernels(
+    taps: Tensor, other: Tensor | None, call: Call, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Of one target, or of two that are alike: one launch."""
+    shape, two = (*taps.shape[:3], 1 + call.cut, taps.shape[-1]), other is not None
+    out = taps.new_empty(shape, dtype=wide)
+    more = taps.new_empty(shape, dtype=wide) if two else out
+    other = taps if other is None else other
+
+    def make() -> Made:
+        heads, count = taps.shape[2], taps.numel() // taps.shape[-1]
+        numbers = (count, heads, taps.stride(1), taps.stride(2), _rate(call))
+        return (-(-count // TAP_ROWS), 1 + two), numbers, _taps(taps, call) | {"BM": TAP_ROWS}
+
+    # Rows of a table may begin anywhere.
+    places = (taps.data_ptr() % 16, other.data_ptr() % 16)
+    _start(("kernels", *_kind(taps), two, *places, call), (taps, other, out, more), make)
+    return out, more
 
 
 def kernels_backward(grads: Pair, kernels: Pair, pair: Pair, call: Call) -> Pair:
     """`grads` have all heads, [B, T, H, 1 + P, S]: they are summed here where they share taps."""
-    found: list[Tensor | None] = []
-    for grad, kernel, taps in zip(grads, kernels, pair, strict=True):
-        if grad is None or kernel is None or taps is None:
-            found.append(None)
-        else:
-            found.append(_kernels_backward(grad, kernel, taps, call))
-    return found[0], found[1]
+    keys, values = (
+        None if d is None or w is None or u is None else (d, w, u)
+        for d, w, u in zip(grads, kernels, pair, strict=True)
+    )
+    if keys is not None and values is not None:
+        taps, more = keys[2], values[2]
+        if taps.shape == more.shape and taps.dtype == more.dtype:
+            return _kernels_backward(keys, values, call)
+    first = None if keys is None else _kernels_backward(keys, keys, call)[0]
+    return first, None if values is None else _kernels_backward(values, values, call)[0]
 
 
-def _kernels_backward(grad: Tensor, kernel: Tensor, taps: Tensor, call: Call) -> Tensor:
+Learned = tuple[Tensor, Tensor, Tensor]  # the gradient of kernels, the kernels, and their taps
+
+
+def _kernels_backward(one: Learned, other: Learned, call: Call) -> tuple[Tensor, Tensor]:
+    (grad, kernel, taps), two = one, other is not one
     out = taps.new_empty(taps.shape)
+    more = taps.new_empty(taps.shape) if two else out
 
-    def make() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
-        count, grid, rate, constants = _small(taps, call)
-        return grid, (count, grad.shape[2] // taps.shape[2], rate), constants
+    def make() -> Made:
+        count, tap_heads = taps.numel() // taps.shape[-1], taps.shape[2]
+        heads = grad.shape[2] // tap_heads
+        constants = _taps(taps, call) | {"HP": 1 << (heads - 1).bit_length()}
+        rows = min(TAP_ROWS, max(1, HEAD_SUMS // (constants["HP"] * constants["SP"])))
+        numbers = (count, heads, tap_heads, taps.shape[1], _rate(call))
+        return (-(-count // rows), 1 + two), numbers, constants | {"BM": rows}
 
-    key = ("kernels_backward", taps.device, taps.shape, taps.dtype, grad.shape, call)
-    _start(key, (grad, kernel, out), make)
-    return out
+    key = ("kernels_backward", taps.device, taps.dtype, taps.shape, grad.shape, two, call)
+    _start(key, (grad, other[0], kernel, other[1], out, more), make)
+    return out, more
 
 
 def convolve(
     k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies also of what has no kernels, all finite; and where a block first was not."""
+    """Copies also of what has no kernels, all finite; and where a block first was not.
+
+    Without a copy, flash attention's backward would multiply its zeros by what is not finite.
+    """
     k, v = _readable(k), _readable(v)
     kt, vt = k.new_empty(k.shape), v.new_empty(v.shape)
-    _, (blocks, many) = _grid("convolve", k, k.shape[-1], v.shape[-1])
-    bad = k.new_empty((many, blocks), dtype=torch.int32)
+    rows, grid = _grid("convolve", k)
+    bad = k.new_empty((grid[1], grid[0]), dtype=torch.int32)
 
-    def make() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
-        (_, heads, length, width), wide = k.shape, v.shape[-1]
-        rows, grid = _grid("convolve", k, width, wide)
+    def make() -> Made:
         numbers = (
-            *k.stride()[:3], *v.stride()[:3], heads, length, width, wide, _per_head(keys),
-            _per_head(values),
+            *k.stride()[:3], *v.stride()[:3], *k.shape[1:], _per_head(keys), _per_head(values)
         )  # fmt: skip
         targets = _target(keys, call, "K", "RCL") | _target(values, call, "V", "RCL")
-        return grid, numbers, targets | {"D": room(width), "V_": room(wide), "BM": rows}
+        return grid, numbers, targets | {"D": room(k.shape[3]), "BM": rows}
 
-    key = ("convolve", k.device, _kind(k), _kind(v), _kind(keys), _kind(values), call)
+    key = ("convolve", *_kind(k), v.stride(), _size(keys), _size(values), call)
     tensors = (k, v, k if keys is None else keys, v if values is None else values, kt, vt, bad)
     _start(key, tensors, make)
     return kt, vt, bad
@@ -160,31 +201,28 @@ def merge(
     far: Tensor | None, far_lse: Tensor | None, bad: Tensor | None, call: Call,
 ) -> tuple[Tensor, Near]:  # fmt: skip
     q, k, v = _readable(q), _readable(k), _readable(v)
-    batch, heads, length, width = q.shape
-    wide = v.shape[-1]
-    out = torch.empty_like(q) if wide == width else q.new_empty(batch, heads, length, wide)
-    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
-    scores = q.new_empty((batch, heads, length, call.cut), dtype=torch.float32)
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    scores = q.new_empty((*q.shape[:3], call.cut), dtype=torch.float32)
     given = out if far is None else far
     far_lse = lse if far_lse is None else far_lse.contiguous()
     blocks = 1 if bad is None else bad.shape[1]
 
-    def make() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
-        rows, grid = _grid("merge", q, width, wide)
+    def make() -> Made:
+        rows, grid = _grid("merge", q)
         numbers = (
-            *(s for x in (q, k, v, given, out) for s in x.stride()[:3]), heads, length, width, wide,
+            *(s for x in (q, k, v, given, out) for s in x.stride()[:3]), *q.shape[1:],
             _per_head(keys), _per_head(values), blocks, call.scale,
         )  # fmt: skip
         targets = _target(keys, call, "K", "RSC") | _target(values, call, "V", "RSC")
-        return grid, numbers, targets | {
-            "P": call.cut, "RULE": RULES[call.boundary], "HAS_FAR": far is not None,
-            "CAUSAL": call.causal, "BLOCKS": 1 << (blocks - 1).bit_length(), "D": room(width),
-            "V_": room(wide), "BM": rows,
+        return grid, numbers, targets | _rule(call) | {
+            "HAS_FAR": far is not None, "CAUSAL": call.causal,
+            "BLOCKS": 1 << (blocks - 1).bit_length(), "D": room(q.shape[3]), "BM": rows,
         }  # fmt: skip
 
     key = (
-        "merge", q.device, _kind(q), _kind(k), _kind(v), _kind(keys), _kind(values), _kind(far),
-        call,
+        "merge", *_kind(q), k.stride(), v.stride(), given.stride(), far is None, _size(keys),
+        _size(values), call,
     )  # fmt: skip
     weights = (k if keys is None else keys, v if values is None else values)
     _start(
@@ -202,24 +240,24 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     q, k, v, grad, out = (_readable(x) for x in (q, k, v, grad, out))
     batch, heads, length, width = q.shape
-    wide, cut, rule = v.shape[-1], call.cut, RULES[call.boundary]
+    cut, rule = call.cut, _rule(call)
     wk, wv = k if keys is None else keys, v if values is None else values
     blank = q if scores is None else scores
     lse = blank if lse is None else lse
     alone = cut == 1 and call.boundary == "shrink"
-    pulls = blank
+    shares, pulls = blank, blank
     if cut and not alone:
-        pulls = torch.empty_like(blank)
+        shares, pulls = torch.empty_like(blank), torch.empty_like(blank)
 
-        def make_pulls() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
-            rows, grid = _grid("pulls", q, wide)
+        def make_pulls() -> Made:
+            rows, grid = _grid("pulls", q)
             strides = (s for x in (v, grad, out) for s in x.stride()[:3])
-            constants = {"P": cut, "RULE": rule, "V_": room(wide), "BM": rows}
-            numbers = (*strides, heads, length, wide, _per_head(values))
-            return grid, numbers, _target(values, call, "V", "RSC") | constants
+            numbers = (*strides, *q.shape[1:], _per_head(values))
+            constants = _target(values, call, "V", "RSC") | rule
+            return grid, numbers, constants | {"D": room(width), "BM": rows}
 
-        key = ("pulls", q.device, _kind(v), _kind(grad), _kind(out), _kind(values), call)
-        _start(key, (v, wv, grad, out, lse, blank, pulls), make_pulls)
+        key = ("pulls", *_kind(v), grad.stride(), out.stride(), _size(values), call)
+        _start(key, (v, wv, grad, out, lse, blank, shares, pulls), make_pulls)
     dk, dv = torch.empty_like(q), torch.empty_like(q)
     dq = torch.empty_like(q) if cut or far is None else far[0]
     far_q, far_k, far_v = (q, k, v) if far is None else (_readable(x) for x in far)
@@ -228,24 +266,24 @@ def backward(
         for w in (keys, values)
     )
 
-    def make() -> tuple[tuple[int, int], Numbers, dict[str, Any]]:
-        rows, grid = _grid("backward", q, width, wide)
-        tensors = (q, k, v, grad, out, far_q, far_k, far_v, dq, dk, dv)
+    def make() -> Made:
+        rows, grid = _grid("backward", q)
+        tensors = (q, k, v, grad, out, far_q, far_k, far_v, dk)
         numbers = (
-            *(s for x in tensors for s in x.stride()[:3]), heads, length, width, wide,
-            _per_head(keys), _per_head(values), call.scale,
+            *(s for x in tensors for s in x.stride()[:3]), *q.shape[1:], _per_head(keys),
+            _per_head(values), call.scale,
         )  # fmt: skip
-        return grid, numbers, _target(keys, call, "K") | _target(values, call, "V") | {
-            "P": cut, "RULE": rule, "HAS_FAR": far is not None, "ALONE": alone, "D": room(width),
-            "V_": room(wide), "BM": rows,
+        return grid, numbers, _target(keys, call, "K") | _target(values, call, "V") | rule | {
+            "NORMAL": call.temperature is not None, "HAS_FAR": far is not None, "ALONE": alone,
+            "D": room(width), "BM": rows,
         }  # fmt: skip
 
     own: tuple[Any, ...] = (
-        "backward", q.device, _kind(q), _kind(k), _kind(v), _kind(keys), _kind(values), _kind(grad),
-        _kind(out), far is None, _kind(far_q), _kind(far_k), _kind(far_v), call,
+        "backward", *_kind(q), k.stride(), v.stride(), grad.stride(), out.stride(), far is None,
+        far_q.stride(), far_k.stride(), far_v.stride(), _size(keys), _size(values), call,
     )  # fmt: skip
     tensors = (
-        q, k, v, wk, wv, grad, out, lse, blank, pulls, far_q, far_k, far_v, dq, dk, dv,
+        q, k, v, wk, wv, grad, out, lse, blank, shares, pulls, far_q, far_k, far_v, dq, dk, dv,
         blank if dkeys is None else dkeys, blank if dvalues is None else dvalues,
     )  # fmt: skip
     _start(own, tensors, make)

@@ -311,6 +311,8 @@ def backward_keys(
     dk1 = tl.zeros((BN, 16), tl.float32)
     if E1 > 0:
         k1 = _rows(K1 + b * skb1 + (h // group1) * skh1, skt1, j, e1, E1, num_keys, True)
+        if HELD & 4:
+            k1 = _held(k1, E1, PRECISION)
         dk1 = tl.zeros((BN, E1), tl.float32)
         head1 = (
             _scale(S1, number1, ss1, h, line, j, j < num_keys, MODE1, LOG1) if MODE1 < 2 else 1.0
@@ -603,6 +605,8 @@ def backward_queries(
     dq1 = tl.zeros((BM, 16), tl.float32)
     if E1 > 0:
         q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
+        if HELD & 4:
+            q1 = _held(q1, E1, PRECISION)
         scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1, LOG1)
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
         dq1 = tl.zeros((BM, E1), tl.float32)

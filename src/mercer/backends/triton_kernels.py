@@ -517,6 +517,8 @@ def forward(
     q1, scale1, row1 = q0, scale0, none
     if E1 > 0:
         q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
+        if HELD & 4:
+            q1 = _held(q1, E1, PRECISION)
         scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1, LOG1)
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
     if SPREAD:

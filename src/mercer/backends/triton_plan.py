@@ -392,7 +392,8 @@ class Sizes(NamedTuple):
     stages: int
     # The most registers of a thread, so that more blocks share a processor; 0 for no bound.
     registers: int = 0
-    # Which operands that a loop does not change stay in registers: of the scores (1), of dP (2).
+    # Which operands that a loop does not change stay in registers: of the scores (1), of dP (2), of
+    # the second slot's scores (4).
     held: int = 0
 
 
@@ -404,7 +405,7 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
     ("forward", 64, "near"): Sizes(64, 64, 4, 1, 168),
     ("forward", 128, "plain"): Sizes(128, 128, 8, 3),
     ("forward", 128, "keyed"): Sizes(64, 64, 4, 3),
-    ("forward", 128, "parts"): Sizes(128, 64, 8, 3),
+    ("forward", 128, "parts"): Sizes(64, 64, 4, 3, held=5),
     ("forward", 128, "link"): Sizes(128, 64, 8, 3),
     ("forward", 128, "near"): Sizes(64, 32, 4, 2),
     ("forward", 256, "plain"): Sizes(128, 64, 8, 3),
@@ -417,7 +418,7 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
     ("keys", 64, "near"): Sizes(32, 64, 4, 1, 168),
     ("keys", 128, "plain"): Sizes(32, 64, 4, 3, held=1),
     ("keys", 128, "keyed"): Sizes(64, 64, 4, 2),
-    ("keys", 128, "each"): Sizes(32, 64, 4, 3),
+    ("keys", 128, "each"): Sizes(64, 64, 4, 2),
     ("keys", 128, "parts"): Sizes(64, 64, 4, 2),
     ("keys", 128, "table"): Sizes(64, 64, 4, 2),
     ("keys", 128, "link"): Sizes(32, 64, 4, 3),
@@ -432,11 +433,11 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
     ("queries", 64, "table"): Sizes(64, 32, 4, 3),
     ("queries", 64, "near"): Sizes(64, 32, 4, 1),
     ("queries", 128, "plain"): Sizes(64, 64, 4, 3, held=3),
-    ("queries", 128, "parts"): Sizes(64, 64, 4, 3),
+    ("queries", 128, "parts"): Sizes(64, 64, 4, 3, held=7),
     ("queries", 128, "table"): Sizes(64, 32, 4, 3),
     ("queries", 128, "near"): Sizes(64, 32, 4, 1),
     ("queries", 128, "link"): Sizes(128, 64, 8, 3),
-    ("queries", 256, "parts"): Sizes(128, 32, 8, 3, held=1),
+    ("queries", 256, "parts"): Sizes(128, 32, 8, 3, held=5),
     ("queries", 256, "plain"): Sizes(64, 32, 8, 3),
     ("queries", 256, "link"): Sizes(32, 32, 8, 1),
     ("queries", 512, "plain"): Sizes(32, 32, 8, 1),
@@ -551,6 +552,7 @@ def launch_of(
     # What has more to do needs all the registers there are.
     lean = flags["TMA"] or p.constants["CLIP"] >= 0
     lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32
+    lean = lean and (not two or p.constants["SAME"])
     flags["HELD"] = sizes.held if lean else 0
     constants = p.constants | flags
     # The copy engine fills up what lies beyond the width.

@@ -128,7 +128,8 @@ class KernelModel(PreTrainedModel):
         import torch._dynamo.config as limits
 
         blocks = [module for module in self.modules() if isinstance(module, Block)]
-        # All blocks are one entry in dynamo's books; past its limit it would run them uncompiled.
+        # Dynamo counts what all blocks are compiled for together; past its limit it would silently
+        # run the rest uncompiled.
         limits.recompile_limit = max(limits.recompile_limit, VARIANTS * len(blocks))
         for block in blocks:
             block.compile(**options)
