@@ -4,8 +4,8 @@
 
 Each of the three kernels is compiled for every candidate, in parallel, then timed alone on a causal
 call in bfloat16: every block size as it is, with its registers bounded, and with operands held in
-registers. Rows come fastest first, with milliseconds, registers and spills. What does not compile or
-fit says so.
+registers. Rows come fastest first, with milliseconds, registers and spills. What does not compile
+or fit says so.
 """
 
 from __future__ import annotations

@@ -187,6 +187,51 @@ def test_a_compiled_graph_takes_other_lengths():
         assert torch.equal(compiled(q, k, v), want)
 
 
+@pytest.mark.parametrize("filter", [mc.Causal(), mc.Full()], ids=["causal", "full"])
+def test_a_compiled_graph_forms_scores_of_distances(filter):
+    table = torch.nn.Parameter(torch.randn(2, 7, 16, device=DEVICE))
+    kernel = mc.Exponential() * mc.Lookup(table)
+    given = [torch.randn(2, 2, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+
+    def run(q, k, v):
+        return mc.smooth(kernel, q, k, v, filter=filter, backend="triton")
+
+    results = []
+    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        out = call(*given)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (*given, table))))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * (1 + a.abs().max())
+
+
+@pytest.mark.parametrize("sided", [True, False], ids=["one-sided", "both sides"])
+def test_the_operator_for_scores(sided):
+    x = torch.randn(2, 2, 20, 16, device=DEVICE, requires_grad=True)
+    rows = torch.randn(2, 7, 16, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(torch.ops.mercer.scores.default, (x, rows, sided))
+    scores = torch.ops.mercer.scores(x, rows, sided)
+    want = (x @ rows.mT).flip(-1)[..., : 4 if sided else 7]
+    assert (scores[..., : want.shape[-1]] - want).abs().max() < 1e-5
+    # Lines are filled up to a multiple of 16 numbers, with zeros.
+    assert scores.shape[-1] == 16
+    assert not scores[..., want.shape[-1] :].any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="float32, all that the interpreter has, holds nothing")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["exponential", "rbf-per-head", "eq-9"])
+def test_what_stays_in_registers_changes_no_bit(name, dim, monkeypatch):
+    kernel, shape = ALL[name]().to(DEVICE), Shape(queries=200, keys=200, values=dim)
+    case = Case(kernel, mc.Causal(), shape, dim, 0, torch.bfloat16, DEVICE)
+    held = case.run("triton")
+    sizes = {key: size._replace(held=0) for key, size in triton_plan.SIZES.items()}
+    assert sizes != triton_plan.SIZES
+    monkeypatch.setattr(triton_plan, "SIZES", sizes)
+    monkeypatch.setattr(triton_plan, "_plans", {})
+    read = case.run("triton")
+    assert all(torch.equal(held[name], read[name]) for name in held)
+
+
 def test_two_wide_parts_take_a_pass_each():
     kernel = mc.Exponential() * mc.Exponential(on="position")
     compare(kernel, mc.Causal(), Shape(queries=70, keys=70, values=16), 128)
