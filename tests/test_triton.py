@@ -4,6 +4,7 @@ They need a GPU, or Triton's interpreter (TRITON_INTERPRET=1), which is slow but
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,6 +231,35 @@ def test_what_stays_in_registers_changes_no_bit(name, dim, monkeypatch):
     monkeypatch.setattr(triton_plan, "_plans", {})
     read = case.run("triton")
     assert all(torch.equal(held[name], read[name]) for name in held)
+
+
+# Of GPUs: 99 KiB on most, 163 on an A100, 227 on Hopper.
+@pytest.mark.parametrize("most", [101376, 166912, triton_plan.HOPPER])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_blocks_fit_into_the_shared_memory(most, dtype):
+    for (kind, bucket, needs), sizes in triton_plan.SIZES.items():
+        # A bucket of widths counts float32 twice.
+        width = bucket // 2 if dtype == torch.float32 else bucket
+        second = width // 2 if needs == "parts" else 0
+        constants = {"E0": width - second, "E1": second, "V": min(width, 128)}
+        constants["CLIP"] = 64 if needs in ("table", "near") else -1
+        plan = SimpleNamespace(constants=constants, dtype=dtype, spread=needs == "keyed")
+        found = triton_plan.fitted(kind, sizes, plan, most)
+        assert triton_plan._bytes(kind, found, plan) <= most
+        assert min(found.queries, found.keys) >= 16
+        if most == triton_plan.HOPPER and dtype == torch.bfloat16:
+            assert found == sizes
+
+
+@pytest.mark.parametrize("name", ["rbf-per-head", "eq-9", "polynomial"])
+def test_smaller_blocks_give_the_same(name, monkeypatch):
+    monkeypatch.setattr(triton_plan, "shared_memory", lambda device: 12 * 1024)
+    monkeypatch.setattr(triton_plan, "_plans", {})
+    compare(ALL[name](), mc.Causal(), Shape(queries=70, keys=70, values=16))
+
+
+def test_the_widest_heads():
+    compare(mc.RBF(8.0), mc.Causal(), Shape(batch=1, queries=70, keys=70, values=256), 256)
 
 
 def test_two_wide_parts_take_a_pass_each():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .triton import INSTALLED
-from .triton_plan import INTERPRETED
+from .triton_plan import HOPPER, INTERPRETED, shared_memory
 
 # Features and values at most; wider blocks of float32 do not fit into the registers.
 MAX_WIDTH = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}
@@ -43,7 +43,8 @@ class Sizes(NamedTuple):
     registers: int | None = None
 
 
-# By the kernel, how many features and values there are at most, and whether operands take 4 bytes.
+# By the kernel, how many features and values there are at most, and whether blocks must be small,
+# as where operands take 4 bytes.
 SIZES: dict[tuple[str, int, bool], Sizes] = {
     ("build", 64, False): Sizes(8, 64, 8, 3),
     ("build", 128, False): Sizes(2, 64, 8, 3),
@@ -98,6 +99,7 @@ class Plan:
     values: int
     causal: bool
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def joint(self) -> int:
@@ -188,7 +190,9 @@ class Plan:
 
     def sizes(self, kernel: str) -> dict[str, Any]:
         bucket = 64 if max(self.dim, self.wide) <= 64 else 128
-        sizes = SIZES[kernel, bucket, self.operand == torch.float32]
+        # Where there is less shared memory than on Hopper, half precision takes the smaller blocks.
+        small = self.operand == torch.float32 or shared_memory(self.device) < HOPPER
+        sizes = SIZES[kernel, bucket, small]
         if kernel == "build":
             own = {"G": min(sizes.rows, self.dim // 2), "BT": min(sizes.columns, self.chunk)}
         else:
@@ -210,7 +214,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
     return Plan(
         batch=max(q.shape[0], k.shape[0], v.shape[0]), heads=q.shape[1], k_heads=k.shape[1],
         v_heads=v.shape[1], num_queries=q.shape[2], num_keys=k.shape[2], width=q.shape[3],
-        values=v.shape[3], causal=causal, dtype=v.dtype,
+        values=v.shape[3], causal=causal, dtype=v.dtype, device=v.device,
     )  # fmt: skip
 
 

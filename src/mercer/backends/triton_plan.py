@@ -171,6 +171,7 @@ class Plan:
     """What follows from shapes, strides and options."""
 
     static: Static
+    device: torch.device
     dtype: torch.dtype
     strides: tuple[int, ...]
     widths: tuple[int, int, int]  # of the two slots' features and of the values
@@ -257,8 +258,9 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     aligned = tuple(copies(y) for y in (q0, q1, k0, k1, v))
     pitch = 0 if x.table is None else pitch_of(x.table)
     return Plan(
-        static, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, pitch, aligned
-    )
+        static, v.device, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, pitch,
+        aligned,
+    )  # fmt: skip
 
 
 def one_sided(filter: tuple[tuple[int, ...], ...]) -> bool:
@@ -354,6 +356,22 @@ def copies(x: Tensor) -> bool:
 @lru_cache(maxsize=16)
 def _hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+# The shared memory that a program may take there, in bytes.
+HOPPER = 232448
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes that the blocks of one program may take: 227 KiB on Hopper, 99 on most others."""
+    if device.type != "cuda":
+        return HOPPER
+    from triton.runtime import driver
+
+    # What Triton itself compares a compiled kernel with.
+    most: int = driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    return most
 
 
 @lru_cache(maxsize=16)
@@ -507,6 +525,35 @@ def _sizes(kind: str, p: Plan) -> Sizes:
     return Sizes(16, 16, 4, 1)
 
 
+def _bytes(kind: str, sizes: Sizes, p: Plan) -> int:
+    """What blocks of these sizes take of the shared memory."""
+    c, size = p.constants, p.dtype.itemsize
+    width, wide = c["E0"] + c["E1"], c["V"]
+    own, streamed = sizes.queries, sizes.keys
+    if kind == "keys":
+        own, streamed = streamed, own
+    kept = own * (width if kind == "forward" else width + wide) * size
+    columns = 32 * streamed if p.spread else 0
+    bias = 4 * own * streamed if c["CLIP"] >= 0 else 0
+    # And barriers, and numbers per key or query.
+    return kept + sizes.stages * (streamed * (width + wide) * size + columns + bias) + 2048
+
+
+def fitted(kind: str, sizes: Sizes, p: Plan, most: int) -> Sizes:
+    """The same, or smaller where a device has less shared memory than the one it was measured on."""
+    loop, own = ("queries", "keys") if kind == "keys" else ("keys", "queries")
+    while _bytes(kind, sizes, p) > most:
+        if sizes.stages > 1:
+            sizes = sizes._replace(stages=1 if kind == "queries" else sizes.stages - 1)
+        elif getattr(sizes, loop) > 16:
+            sizes = sizes._replace(**{loop: getattr(sizes, loop) // 2})
+        elif getattr(sizes, own) > 16:
+            sizes = sizes._replace(**{own: getattr(sizes, own) // 2, "warps": 4})
+        else:
+            break
+    return sizes
+
+
 def launch_of(
     p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False,
@@ -520,6 +567,7 @@ def launch_of(
     from . import triton_backward, triton_kernels
 
     sizes = _sizes("split" if parts > 1 else kind, p)
+    sizes = fitted(kind, sizes, p, shared_memory(p.device))
     bm, bn = sizes.queries, sizes.keys
     slots = p.static.slots
     two = len(slots) == 2
