@@ -15,7 +15,7 @@ ROOT = Path(mercer.__file__).parent
 ORDER = [
     ("spec",),
     ("term", "filters"),
-    ("links", "features", "taps"),
+    ("links", "features", "taps", "growing"),
     ("kernels", "backends"),
     ("rules",),
     ("dispatch",),

@@ -37,6 +37,7 @@ from .backends.plain_taps import Call
 from .dispatch import choose
 from .features import Features, Input
 from .filters import And, Causal, Earlier, Filter, Full, Memory, Padding, Window
+from .growing import Growing
 from .kernels import Exponential, Kernel
 from .nearest import Column, average, rows
 from .problem import Problem, prepare
@@ -139,8 +140,8 @@ class Convolved:
     """Keys and values of a cache by their whole kernels: those whose neighbours are all there."""
 
     def __init__(self) -> None:
-        self.keys: Tensor | None = None  # [B, H, n, D], None without kernels on keys
-        self.values: Tensor | None = None
+        self._keys: Growing | None = None  # [B, H, n, D], None without kernels on keys
+        self._values: Growing | None = None
         self.length = 0
         self.ahead = 0  # how far after a key its last tap reads
 
@@ -152,25 +153,37 @@ class Convolved:
         seen = recent.seen(None)
         new = slice(self.length - recent.first, length - recent.first)
         if recent.key_taps is not None:
-            self.keys = _join(self.keys, seen.k.part("content")[:, :, new])
+            self._keys = _join(self._keys, seen.k.part("content")[:, :, new])
         if recent.value_taps is not None:
-            self.values = _join(self.values, seen.v[:, :, new])
+            self._values = _join(self._values, seen.v[:, :, new])
         self.length = length
+
+    @property
+    def keys(self) -> Tensor | None:
+        return None if self._keys is None else self._keys.tensor
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self._values is None else self._values.tensor
 
     def crop(self, length: int) -> None:
         """Forget those that read beyond the first keys."""
         self.length = max(0, min(self.length, length - self.ahead))
-        keep = slice(None, self.length)
-        self.keys = None if self.keys is None else self.keys[:, :, keep]
-        self.values = None if self.values is None else self.values[:, :, keep]
+        for x in (self._keys, self._values):
+            if x is not None:
+                x.crop(self.length)
 
     def reorder(self, index: Tensor) -> None:
-        self.keys = None if self.keys is None else self.keys[index]
-        self.values = None if self.values is None else self.values[index]
+        for x in (self._keys, self._values):
+            if x is not None:
+                x.reorder(index)
 
 
-def _join(before: Tensor | None, x: Tensor) -> Tensor:
-    return x if before is None else torch.cat([before, x], 2)
+def _join(before: Growing | None, x: Tensor) -> Growing:
+    if before is None:
+        return Growing(x, 2)
+    before.append(x)
+    return before
 
 
 def continue_vicinity(

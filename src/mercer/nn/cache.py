@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..features import Features
+from ..growing import Growing
 from ..vicinity import Convolved
 
 
@@ -18,11 +19,11 @@ class Cache:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[str, Tensor] = {}
-        self._values: Tensor | None = None
+        self._keys: dict[str, Growing] = {}
+        self._values: Growing | None = None
         # Token kernels mix a key with those after it: keys are kept as they came, with their ids,
         # and beside them those that no new key changes any more.
-        self._token_ids: Tensor | None = None  # [B, K]
+        self._token_ids: Growing | None = None  # [B, K]
         self.convolved = Convolved()
         self.start = 0
         self.asked: int | None = None
@@ -30,7 +31,7 @@ class Cache:
     @property
     def length(self) -> int:
         """How many keys there are."""
-        return 0 if self._values is None else self._values.shape[2]
+        return 0 if self._values is None else self._values.length
 
     @property
     def places(self) -> int:
@@ -40,47 +41,58 @@ class Cache:
     @property
     def size(self) -> int:
         """How many numbers it holds."""
-        held = [*self._keys.values(), self._values, self.convolved.keys, self.convolved.values]
-        return sum(x.numel() for x in held if x is not None)
+        held = [x.tensor for x in (*self._keys.values(), self._values) if x is not None]
+        held += [x for x in (self.convolved.keys, self.convolved.values) if x is not None]
+        return sum(x.numel() for x in held)
 
     @property
     def keys(self) -> Features:
         shared = self._values is not None and not self._keys
-        return Features(content=self.values) if shared else Features(**self._keys)
+        if shared:
+            return Features(content=self.values)
+        return Features(**{name: x.tensor for name, x in self._keys.items()})
 
     @property
     def values(self) -> Tensor:
         if self._values is None:
             raise ValueError("the cache is empty")
-        return self._values
+        return self._values.tensor
 
     def append(self, keys: Features | None, values: Tensor) -> None:
         """More keys and values, after those that are there; None: the values are the keys."""
         parts = {} if keys is None else dict(keys.items())
         if self._values is None:
-            self._keys, self._values = parts, values
+            self._keep(parts, values)
             return
-        if values.shape[0] != self._values.shape[0]:
+        if values.shape[0] != self.values.shape[0]:
             raise ValueError(
-                f"the cache holds {self._values.shape[0]} sequences, but {values.shape[0]} came"
+                f"the cache holds {self.values.shape[0]} sequences, but {values.shape[0]} came"
             )
-        self._keys = {name: _after(self._keys[name], x) for name, x in parts.items()}
-        self._values = torch.cat([self._values, values], 2)
+        for name, x in parts.items():
+            self._keys[name].append(x)
+        self._values.append(values)
+
+    def _keep(self, keys: dict[str, Tensor], values: Tensor) -> None:
+        self._keys = {name: Growing(x, 2) for name, x in keys.items()}
+        self._values = Growing(values, 2)
 
     def extend_ids(self, token_ids: Tensor) -> Tensor:
         """The ids of all tokens so far; these are the last, [B, K]."""
-        known = self._token_ids
-        self._token_ids = token_ids if known is None else torch.cat([known, token_ids], 1)
-        if self._token_ids.shape[1] != self.length:
+        if self._token_ids is None:
+            self._token_ids = Growing(token_ids, 1)
+        else:
+            self._token_ids.append(token_ids)
+        if self._token_ids.length != self.length:
             raise ValueError(
-                f"the cache holds {self.length} keys, but the ids of {self._token_ids.shape[1]} "
+                f"the cache holds {self.length} keys, but the ids of {self._token_ids.length} "
                 "tokens: token kernels need the ids of all"
             )
-        return self._token_ids
+        return self._token_ids.tensor
 
     def hold(self, keys: Features, values: Tensor) -> None:
         """The keys and values of a context, which stay as they are."""
-        self._keys, self._values, self.asked = dict(keys.items()), values, 0
+        self._keep(dict(keys.items()), values)
+        self.asked = 0
 
     def new_segment(self) -> None:
         """What comes next is a new segment; all before it is memory."""
@@ -94,25 +106,20 @@ class Cache:
         if self.asked is not None:
             self.asked = length
         elif self._values is not None:
-            self._keys = {name: x[:, :, :length] for name, x in self._keys.items()}
-            self._values = self._values[:, :, :length]
-            self._token_ids = None if self._token_ids is None else self._token_ids[:, :length]
+            for x in (*self._keys.values(), self._values, self._token_ids):
+                if x is not None:
+                    x.crop(length)
             self.convolved.crop(length)
 
     def reorder(self, index: Tensor) -> None:
         """Keep these sequences in this order, as beam search asks."""
         if self._values is not None:
-            count = self._values.shape[0]
-            # A part with batch 1 is the same for all sequences.
-            self._keys = {n: x[index] if x.shape[0] == count else x for n, x in self._keys.items()}
-            self._values = self._values[index]
-            self._token_ids = None if self._token_ids is None else self._token_ids[index]
+            count = self.values.shape[0]
+            for x in (*self._keys.values(), self._values, self._token_ids):
+                # A part with batch 1 is the same for all sequences.
+                if x is not None and x.tensor.shape[0] == count:
+                    x.reorder(index)
             self.convolved.reorder(index)
-
-
-def _after(before: Tensor, x: Tensor) -> Tensor:
-    batch = max(before.shape[0], x.shape[0])
-    return torch.cat([part.expand(batch, -1, -1, -1) for part in (before, x)], 2)
 
 
 class SegmentMemory:
