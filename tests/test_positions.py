@@ -8,6 +8,7 @@ import torch
 import mercer as mc
 from mercer import nn as mn
 from mercer.dispatch import BACKENDS
+from mercer.kernels import position as positional
 from mercer.problem import prepare
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 24, 3
@@ -210,6 +211,35 @@ def test_relative_sinusoid_is_equation_5(biases, width):
         return average(a, log, in_heads(x, a.value.weight), causal)
 
     agrees(attention, formula, draw())
+
+
+@pytest.mark.parametrize("filter", [mc.Causal(), mc.Full(), mc.Window(3, 1)], ids=str)
+def test_many_sinusoids_may_be_scores_of_distances(filter, monkeypatch):
+    """What a GPU does with more sinusoids than a fused kernel takes features."""
+    attention = make(mn.RelativeSinusoid(), filter=filter)
+    x = draw().requires_grad_()
+    steer = torch.randn_like(x)
+    wanted = [x, *attention.parameters()]
+
+    def run():
+        terms = attention.joined_kernel.terms(*attention.parts(x)[:2])
+        biased = [bool(term.biases) for term in terms]
+        out = attention(x)
+        return biased, [out, *torch.autograd.grad(out, wanted, steer)]
+
+    biased, want = run()
+    assert biased == [False]
+    monkeypatch.setattr(positional, "WIDE", WIDTH - 1)
+    monkeypatch.setattr(positional, "DEVICES", ("cpu",))
+    biased, found = run()
+    assert biased == [True]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    # Where there are too many, they stay features.
+    for limit in ("MOST_KEYS", "MOST_SCORES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(positional, limit, LENGTH - 1)
+            assert run()[0] == [False]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["W_F", "W_q and W_k"])
@@ -459,7 +489,7 @@ def test_equation_9_has_two_thirds_of_the_kernel_matrices_of_equation_5():
     ours = matrices(mn.KernelAttention(WIDTH, HEADS, symmetric=True, position=mn.ProductKernel()))
     theirs = matrices(mn.KernelAttention(WIDTH, HEADS, position=mn.RelativeSinusoid()))
     assert ours == {"query.weight": WIDTH**2, "position.query.weight": WIDTH**2}
-    assert set(theirs) == {"query.weight", "key.weight", "position.weight"}
+    assert set(theirs) == {"query.weight", "key.weight", "position.kernel.weight"}
     assert 3 * sum(ours.values()) == 2 * sum(theirs.values())
 
 

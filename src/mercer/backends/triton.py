@@ -69,8 +69,10 @@ def refuses(task: Task) -> str | None:
 
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: scales, rows, log_mass and the table."""
-    per_query = 3 + (0 if task.term.relative is None else 2 * task.term.relative.clip + 1)
-    return 4 * task.batch * task.heads * task.num_queries * per_query
+    columns = 0
+    if (bias := task.term.relative) is not None:
+        columns = bias.clip + 1 if task.filter.causal else 2 * bias.clip + 1
+    return 4 * task.batch * task.heads * task.num_queries * (3 + columns)
 
 
 def _unavailable(device: str) -> str | None:

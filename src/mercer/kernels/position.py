@@ -85,15 +85,33 @@ class Lookup(Positional):
         return f"exp(<{'q' if self.on == 'content' else f'q.{self.on}'}, a(i-j)> {scale})"
 
 
-class RelativeSinusoid(Positional):
-    """exp(sum_p c_{2p} sin((i-j) w_p) + c_{2p+1} cos((i-j) w_p)), w_p = base^(-2p/P)."""
+# More sinusoids than these are more features than a fused kernel takes. On these devices they
+# become scores of all distances then, where there are not more keys or scores than this.
+WIDE, DEVICES, MOST_KEYS, MOST_SCORES = 256, ("cuda",), 2048, 2**28
 
-    def __init__(self, on: str = "relative", base: float = 10000.0) -> None:
+
+class RelativeSinusoid(Positional):
+    """exp(sum_p c_{2p} sin((i-j) w_p) + c_{2p+1} cos((i-j) w_p)), w_p = base^(-2p/P).
+
+    The coefficients c are the query's part, or the product of that part with a weight [H, D, P].
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self, on: str = "relative", base: float = 10000.0, weight: Tensor | None = None
+    ) -> None:
         super().__init__()
         if not (math.isfinite(base) and base > 0):
             raise ValueError(f"base must be a positive finite number, but came as {base}")
         self.on = on
         self.base = base
+        if weight is None:
+            self.register_parameter("weight", None)
+        elif weight.dim() != 3:
+            raise ValueError(f"weight must be [H, D, P], but came as {list(weight.shape)}")
+        else:
+            self.keep("weight", weight)
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         c = self.coefficients(q)
@@ -105,10 +123,13 @@ class RelativeSinusoid(Positional):
         )
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        num_keys = Features.of(k).length
+        if (scored := self._scored(q, num_keys)) is not None:
+            return (Term(biases=(scored,)),)
         # sin(i - j) and cos(i - j) by the angle sums: features of i times features of j
         c = self.coefficients(q)
         c = c.to(accumulator(c.dtype))
-        num_queries, num_keys = c.shape[2], Features.of(k).length
+        num_queries = c.shape[2]
         step = frequencies(c.shape[-1], self.base, c.device)
         # Counted from the last key: only differences matter, and recent ones matter most.
         i = torch.arange(1 - num_queries, 1, device=c.device)[:, None] * step  # [Q, P/2]
@@ -116,15 +137,32 @@ class RelativeSinusoid(Positional):
         keys = torch.stack([j.cos(), j.sin()], -1).flatten(-2).to(c.dtype)[None, None]
         return (Term(factors=(Factor(q=_turned(c, i), k=keys),)),)
 
+    def _scored(self, q: Input, num_keys: int) -> Scored | None:
+        """<x_i, weight sinusoid(d)> of every distance d, where that is better than features."""
+        x = Features.of(q).part(self.on)
+        if self.weight is None or self.weight.shape[-1] <= WIDE or x.device.type not in DEVICES:
+            return None
+        batch, heads, num_queries, _ = x.shape
+        if num_keys > MOST_KEYS or batch * heads * num_queries * num_keys > MOST_SCORES:
+            return None
+        wide = accumulator(x.dtype)
+        away = torch.arange(1 - num_keys, num_keys, device=x.device)[:, None]
+        angle = away * frequencies(self.weight.shape[-1], self.base, x.device)
+        waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(wide)  # [2K - 1, P]
+        return Scored(q=x, rows=waves @ self.weight.to(wide).mT)
+
     def coefficients(self, q: Input) -> Tensor:
-        c = Features.of(q).part(self.on)  # [B, H, Q, P]
+        c = Features.of(q).part(self.on)  # [B, H, Q, P], or [B, H, Q, D]
+        if self.weight is not None:
+            c = c @ self.weight.to(c.dtype)
         if c.shape[-1] % 2:
             raise ValueError(f"part {self.on!r} must have an even width, but has {c.shape[-1]}")
         return c
 
     @property
     def formula(self) -> str:
-        return f"exp(<q.{self.on}, sinusoid(i-j)>)"
+        part = f"q.{self.on}" if self.weight is None else f"q.{self.on} W"
+        return f"exp(<{part}, sinusoid(i-j)>)"
 
 
 def _turned(c: Tensor, angle: Tensor) -> Tensor:

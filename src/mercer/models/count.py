@@ -143,7 +143,7 @@ def _linear(module: nn.Module, length: int, config: Any) -> float:
         # The head of a classifier reads one vector of an image.
         once = isinstance(module, nn.Linear) and getattr(module, "once", False)
         return 2.0 * module.weight.numel() / (length if once else 1)
-    if isinstance(module, RelativeSinusoid) and hasattr(module, "weight"):
+    if isinstance(module, RelativeSinusoid):
         return 2.0 * module.weight.numel()
     if (tables := getattr(module, "read_tables", None)) is not None:
         return 2.0 * tables

@@ -157,6 +157,8 @@ class RelativeSinusoid(Position):
             raise ValueError(f"width must be 'head' or 'model', but came as {width!r}")
         self.biases = biases
         self.width = width
+        self.base = base
+        # The same without its weight, which needs the sizes of a layer.
         self.kernel = RelativeSinusoidKernel(base=base)
 
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
@@ -164,7 +166,8 @@ class RelativeSinusoid(Position):
         width = head_dim if self.width == "head" else d_model
         if width % 2:
             raise ValueError(f"RelativeSinusoid needs an even width, but {self.width} is {width}")
-        self.weight = nn.Parameter(torch.randn(num_heads, head_dim, width) * d_model**-0.5)
+        weight = nn.Parameter(torch.randn(num_heads, head_dim, width) * d_model**-0.5)
+        self.kernel = RelativeSinusoidKernel(base=self.base, weight=weight)
         if self.biases:
             self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
             self.position_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
@@ -172,7 +175,15 @@ class RelativeSinusoid(Position):
     def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
         content = q + self.content_bias if self.biases else q
         asking = q + self.position_bias if self.biases else q
-        return {"content": content, "relative": (asking * q.shape[-1] ** -0.5) @ self.weight}
+        return {"content": content, "relative": asking * q.shape[-1] ** -0.5}
+
+    @property
+    def weight(self) -> Tensor:
+        """W_R, [H, D, width]."""
+        kernel = self.kernel
+        assert isinstance(kernel, RelativeSinusoidKernel)
+        assert kernel.weight is not None
+        return kernel.weight
 
 
 class ProductKernel(Position):
