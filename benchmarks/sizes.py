@@ -1,4 +1,4 @@
-"""Block sizes for the fused kernels on this GPU: what SIZES in triton_plan.py was filled from.
+"""Block sizes for the fused kernels on this GPU: what SIZES in triton_sizes.py was filled from.
 
     python benchmarks/sizes.py rbf,laplace [--dims 64,128] [--length 8192] [--only queries]
 
@@ -19,7 +19,7 @@ import torch
 
 import mercer as mc
 from mercer.backends import triton_plan
-from mercer.backends.triton_plan import Sizes
+from mercer.backends.triton_sizes import Sizes
 from mercer.bench.clock import Clock
 from mercer.bench.workload import Workload
 

@@ -131,7 +131,8 @@ def work(line: Any, options: argparse.Namespace) -> None:
         line.recv()
 
     while (task := line.recv()) is not None:
-        line.send(measure(*task[:1], options, task[1], clock, wait))
+        name, length = task
+        line.send(measure(name, options, length, clock, wait))
 
 
 def side_by_side(tasks: list[tuple[str, int]], options: argparse.Namespace) -> Iterator[Row]:
@@ -147,7 +148,14 @@ def side_by_side(tasks: list[tuple[str, int]], options: argparse.Namespace) -> I
         for line, task in busy:
             line.send(task)
         # A row that comes at once has a problem in place of a time.
-        found = [line.recv() for line, _ in busy]
+        try:
+            found = [line.recv() for line, _ in busy]
+        except EOFError:
+            names = ", ".join(name for _, (name, _) in busy)
+            raise SystemExit(
+                f"a process died while {names} got ready, perhaps for want of memory: "
+                "try fewer --jobs or --tokens"
+            ) from None
         for (line, _), row in zip(busy, found, strict=True):
             if row is None:
                 line.send(None)
@@ -219,6 +227,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.cuda = options.device.startswith("cuda")
     device = torch.device(options.device)
     asked = [*SYSTEMS, "rbf"] if options.systems == "all" else options.systems.split(",")
+    known = [*SYSTEMS, "rbf"]
+    if unknown := [name for name in asked if name not in known]:
+        parser.error(f"there is no system {unknown[0]!r}; there are: {', '.join(known)}")
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, but came as {options.jobs}")
     names = [RBF if name == "rbf" else name for name in asked]
     clock = Clock(device, options.repeats)
     about = {"command": _command(options)} | describe(device)

@@ -68,6 +68,20 @@ def smooth(kernel=None, q=X, k=X, v=X, **options):
         (lambda: mc.Exponential(math.inf), "scale must be a finite number, but came as inf"),
         (lambda: mc.AdaptiveRBF(4, reach=0.0), "reach must be .* came as 0.0"),
         (lambda: mc.RelativeSinusoid(base=0.0), "base must be .* came as 0.0"),
+        (
+            lambda: mc.RelativeSinusoid(weight=torch.zeros(2, 4)),
+            r"weight must be \[H, D, P\] .*came as \[2, 4\]",
+        ),
+        (
+            lambda: mc.RelativeSinusoid(weight=torch.zeros(2, 4, 3)),
+            r"with an even P, but came as \[2, 4, 3\]",
+        ),
+        (
+            lambda: smooth(
+                mc.RelativeSinusoid(on="content", weight=torch.zeros(7, X.shape[-1], 6))
+            ),
+            r"the weight is for 7 heads of \d+ features, but part 'content' has \d+ of",
+        ),
         (lambda: mc.Lookup(torch.zeros(4, 8)), r"\[2c \+ 1, D\].* came as \[4, 8\]"),
         (lambda: mc.Lookup(torch.zeros(3, 8), math.nan), "scale must be a finite number"),
         (lambda: mc.ALiBi([math.nan]), "slopes must be finite"),

@@ -11,7 +11,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
-from mercer.backends import triton_launch, triton_plan
+from mercer.backends import triton_launch, triton_plan, triton_sizes
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.filters import Earlier
 from mercer.testing import Shape, check_accuracy, inputs
@@ -225,29 +225,29 @@ def test_what_stays_in_registers_changes_no_bit(name, dim, monkeypatch):
     kernel, shape = ALL[name]().to(DEVICE), Shape(queries=200, keys=200, values=dim)
     case = Case(kernel, mc.Causal(), shape, dim, 0, torch.bfloat16, DEVICE)
     held = case.run("triton")
-    sizes = {key: size._replace(held=0) for key, size in triton_plan.SIZES.items()}
-    assert sizes != triton_plan.SIZES
-    monkeypatch.setattr(triton_plan, "SIZES", sizes)
+    sizes = {key: size._replace(held=0) for key, size in triton_sizes.SIZES.items()}
+    assert sizes != triton_sizes.SIZES
+    monkeypatch.setattr(triton_sizes, "SIZES", sizes)
     monkeypatch.setattr(triton_plan, "_plans", {})
     read = case.run("triton")
     assert all(torch.equal(held[name], read[name]) for name in held)
 
 
 # Of GPUs: 99 KiB on most, 163 on an A100, 227 on Hopper.
-@pytest.mark.parametrize("most", [101376, 166912, triton_plan.HOPPER])
+@pytest.mark.parametrize("most", [101376, 166912, triton_sizes.HOPPER])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_blocks_fit_into_the_shared_memory(most, dtype):
-    for (kind, bucket, needs), sizes in triton_plan.SIZES.items():
+    for (kind, bucket, needs), sizes in triton_sizes.SIZES.items():
         # A bucket of widths counts float32 twice.
         width = bucket // 2 if dtype == torch.float32 else bucket
         second = width // 2 if needs == "parts" else 0
         constants = {"E0": width - second, "E1": second, "V": min(width, 128)}
         constants["CLIP"] = 64 if needs in ("table", "near") else -1
         plan = SimpleNamespace(constants=constants, dtype=dtype, spread=needs == "keyed")
-        found = triton_plan.fitted(kind, sizes, plan, most)
-        assert triton_plan._bytes(kind, found, plan) <= most
+        found = triton_sizes.fitted(kind, sizes, plan, most)
+        assert triton_sizes.bytes_of(kind, found, plan) <= most
         assert min(found.queries, found.keys) >= 16
-        if most == triton_plan.HOPPER and dtype == torch.bfloat16:
+        if most == triton_sizes.HOPPER and dtype == torch.bfloat16:
             assert found == sizes
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .triton import INSTALLED
-from .triton_plan import HOPPER, INTERPRETED, shared_memory
+from .triton_plan import INTERPRETED
+from .triton_sizes import HOPPER, shared_memory
 
 # Features and values at most; wider blocks of float32 do not fit into the registers.
 MAX_WIDTH = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}

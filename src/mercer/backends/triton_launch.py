@@ -16,7 +16,6 @@ from ..term import repeat
 from .triton_plan import (
     INTERPRETED,
     NO_LOG,
-    SPLIT_QUERIES,
     Inputs,
     Launch,
     Log,
@@ -37,6 +36,7 @@ from .triton_plan import (
     room,
     strides_of,
 )  # fmt: skip
+from .triton_sizes import SPLIT_QUERIES
 
 LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a

@@ -1,6 +1,6 @@
 """Plans: what follows from shapes and options alone, worked out once for the fused kernels.
 
-Block sizes, the arguments that are no tensors, and the compiled kernels.
+The arguments that are no tensors, and the compiled kernels; block sizes are in triton_sizes.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .triton_sizes import (
+    FLAT,
+    PLAIN,
+    POLY,
+    SPLIT_QUERIES,
+    SPREADS,
+    bucket_of,
+    fitted,
+    shared_memory,
+    sizes_of,
+)
+
 # Triton's own interpreter, in which the tests run these kernels on a CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# How weights are formed, as triton_kernels.py has it.
-PLAIN, POLY, FLAT = 1, 2, 3
-
 
 # How a kernel forms a scale from what it reads: as it is (0), or exp(-2 (x + offset)), with x as it
 # is (1) or bent beyond low and high (2): (kind, offset, low, high, bend).
@@ -358,22 +367,6 @@ def _hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-# The shared memory that a program may take there, in bytes.
-HOPPER = 232448
-
-
-@lru_cache(maxsize=16)
-def shared_memory(device: torch.device) -> int:
-    """Bytes that the blocks of one program may take: 227 KiB on Hopper, 99 on most others."""
-    if device.type != "cuda":
-        return HOPPER
-    from triton.runtime import driver
-
-    # What Triton itself compares a compiled kernel with.
-    most: int = driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
-    return most
-
-
 @lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -401,80 +394,6 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-class Sizes(NamedTuple):
-    """How a kernel is cut into blocks, and what it may hold on to."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    # The most registers of a thread, so that more blocks share a processor; 0 for no bound.
-    registers: int = 0
-    # Which operands that a loop does not change stay in registers: of the scores (1), of dP (2), of
-    # the second slot's scores (4).
-    held: int = 0
-
-
-# By kernel, width and what the weights need, measured on an H200. With two stages, the ptxas of Triton
-# 3.6 fails on the pass over queries.
-SIZES: dict[tuple[str, int, str], Sizes] = {
-    ("forward", 64, "plain"): Sizes(64, 64, 4, 3, 128, held=1),
-    ("forward", 64, "link"): Sizes(64, 64, 4, 3),
-    ("forward", 64, "near"): Sizes(64, 64, 4, 1, 168),
-    ("forward", 128, "plain"): Sizes(128, 128, 8, 3),
-    ("forward", 128, "keyed"): Sizes(64, 64, 4, 3),
-    ("forward", 128, "parts"): Sizes(64, 64, 4, 3, held=5),
-    ("forward", 128, "link"): Sizes(128, 64, 8, 3),
-    ("forward", 128, "near"): Sizes(64, 32, 4, 2),
-    ("forward", 256, "plain"): Sizes(128, 64, 8, 3),
-    ("forward", 256, "link"): Sizes(64, 32, 8, 3),
-    ("forward", 512, "plain"): Sizes(64, 32, 8, 2),
-    ("forward", 512, "link"): Sizes(32, 32, 8, 1),
-    ("keys", 64, "plain"): Sizes(64, 64, 4, 2, 168),
-    ("keys", 64, "each"): Sizes(32, 64, 4, 3, 168),
-    ("keys", 64, "link"): Sizes(64, 64, 4, 3),
-    ("keys", 64, "near"): Sizes(32, 64, 4, 1, 168),
-    ("keys", 128, "plain"): Sizes(32, 64, 4, 3, held=1),
-    ("keys", 128, "keyed"): Sizes(64, 64, 4, 2),
-    ("keys", 128, "each"): Sizes(64, 64, 4, 2),
-    ("keys", 128, "parts"): Sizes(64, 64, 4, 2),
-    ("keys", 128, "table"): Sizes(64, 64, 4, 2),
-    ("keys", 128, "link"): Sizes(32, 64, 4, 3),
-    ("keys", 128, "near"): Sizes(32, 64, 4, 1),
-    ("keys", 256, "parts"): Sizes(64, 64, 8, 2, held=1),
-    ("keys", 256, "plain"): Sizes(32, 64, 8, 2),
-    ("keys", 256, "link"): Sizes(32, 32, 8, 1),
-    ("keys", 512, "plain"): Sizes(32, 32, 8, 1),
-    ("keys", 512, "link"): Sizes(16, 32, 8, 1),
-    ("queries", 64, "each"): Sizes(64, 64, 4, 3, 168),
-    ("queries", 64, "link"): Sizes(64, 64, 4, 3),
-    ("queries", 64, "table"): Sizes(64, 32, 4, 3),
-    ("queries", 64, "near"): Sizes(64, 32, 4, 1),
-    ("queries", 128, "plain"): Sizes(64, 64, 4, 3, held=3),
-    ("queries", 128, "parts"): Sizes(64, 64, 4, 3, held=7),
-    ("queries", 128, "table"): Sizes(64, 32, 4, 3),
-    ("queries", 128, "near"): Sizes(64, 32, 4, 1),
-    ("queries", 128, "link"): Sizes(128, 64, 8, 3),
-    ("queries", 256, "parts"): Sizes(128, 32, 8, 3, held=5),
-    ("queries", 256, "plain"): Sizes(64, 32, 8, 3),
-    ("queries", 256, "link"): Sizes(32, 32, 8, 1),
-    ("queries", 512, "plain"): Sizes(32, 32, 8, 1),
-    ("queries", 512, "link"): Sizes(32, 16, 8, 1),
-}
-# Where numbers per key are columns of a product; elsewhere they are added to it.
-SPREADS = {("forward", 64), ("queries", 64), ("queries", 128)}
-# What needs more is tried in this order.
-FALLBACKS = {
-    "each": ("keyed", "plain", "link"),
-    "keyed": ("plain", "link"),
-    "parts": ("plain", "link"),
-    "near": ("table", "link"),
-}
-# Few queries against many keys, by parts of the keys; what is wide has no room for more.
-SPLIT_QUERIES = 16
-SPLITS = {64: Sizes(16, 128, 8, 3), 128: Sizes(16, 128, 8, 3), 256: Sizes(16, 64, 4, 3)}
-
-
 # Keys beyond a table's reach get launches of their own where there are this many times its reach:
 # faster at 32 times and at 128 on an H200.
 CUT = 32
@@ -498,62 +417,6 @@ def cut_at_reach(
     return near, static._replace(filter=((causal, left, right, *middle, clip),))
 
 
-def _bucket(p: Plan) -> int:
-    """The width that decides on block sizes."""
-    c = p.constants
-    width: int = max(c["E0"] + c["E1"], c["V"])
-    # float32 operands take twice the room.
-    width *= 2 if p.dtype == torch.float32 else 1
-    return next(size for size in (64, 128, 256, 512, width) if width <= size)
-
-
-def _sizes(kind: str, p: Plan) -> Sizes:
-    """Block sizes for a kernel."""
-    c = p.constants
-    linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
-    needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
-    if needs == "table" and all(0 <= clause[1] < c["CLIP"] for clause in c["FILTER"]):
-        needs = "near"
-    if needs == "plain" and c["HAS_COL0"]:
-        needs = "each" if c["MODE0"] == 2 else "keyed"
-    bucket = _bucket(p)
-    if kind == "split":
-        return SPLITS.get(bucket, Sizes(SPLIT_QUERIES, 32, 4, 2))
-    for name in (needs, *FALLBACKS.get(needs, ("link",))):
-        if (kind, bucket, name) in SIZES:
-            return SIZES[kind, bucket, name]
-    return Sizes(16, 16, 4, 1)
-
-
-def _bytes(kind: str, sizes: Sizes, p: Plan) -> int:
-    """What blocks of these sizes take of the shared memory."""
-    c, size = p.constants, p.dtype.itemsize
-    width, wide = c["E0"] + c["E1"], c["V"]
-    own, streamed = sizes.queries, sizes.keys
-    if kind == "keys":
-        own, streamed = streamed, own
-    kept = own * (width if kind == "forward" else width + wide) * size
-    columns = 32 * streamed if p.spread else 0
-    bias = 4 * own * streamed if c["CLIP"] >= 0 else 0
-    # And barriers, and numbers per key or query.
-    return kept + sizes.stages * (streamed * (width + wide) * size + columns + bias) + 2048
-
-
-def fitted(kind: str, sizes: Sizes, p: Plan, most: int) -> Sizes:
-    """The same, or smaller where a device has less shared memory than the one it was measured on."""
-    loop, own = ("queries", "keys") if kind == "keys" else ("keys", "queries")
-    while _bytes(kind, sizes, p) > most:
-        if sizes.stages > 1:
-            sizes = sizes._replace(stages=1 if kind == "queries" else sizes.stages - 1)
-        elif getattr(sizes, loop) > 16:
-            sizes = sizes._replace(**{loop: getattr(sizes, loop) // 2})
-        elif getattr(sizes, own) > 16:
-            sizes = sizes._replace(**{own: getattr(sizes, own) // 2, "warps": 4})
-        else:
-            break
-    return sizes
-
-
 def launch_of(
     p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False,
@@ -566,13 +429,13 @@ def launch_of(
         return found
     from . import triton_backward, triton_kernels
 
-    sizes = _sizes("split" if parts > 1 else kind, p)
+    sizes = sizes_of("split" if parts > 1 else kind, p)
     sizes = fitted(kind, sizes, p, shared_memory(p.device))
     bm, bn = sizes.queries, sizes.keys
     slots = p.static.slots
     two = len(slots) == 2
     q0, q1, k0, k1, v = p.aligned
-    spread = p.spread and (kind, _bucket(p)) in SPREADS
+    spread = p.spread and (kind, bucket_of(p)) in SPREADS
     flags: dict[str, Any] = {"BM": bm, "BN": bn}
     if kind == "forward":
         kernel: Any = triton_kernels.forward
@@ -596,7 +459,7 @@ def launch_of(
         flags["TMA"] = k0 and v and (k1 or not (two or spread))
     flags["TOKENS"] = p.static.tokens
     # Beside a table by pointers the copy engine's barriers cost more than they save.
-    flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or _bucket(p) > 64)
+    flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or bucket_of(p) > 64)
     # What has more to do needs all the registers there are.
     lean = flags["TMA"] or p.constants["CLIP"] >= 0
     lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32

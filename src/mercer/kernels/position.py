@@ -108,8 +108,10 @@ class RelativeSinusoid(Positional):
         self.base = base
         if weight is None:
             self.register_parameter("weight", None)
-        elif weight.dim() != 3:
-            raise ValueError(f"weight must be [H, D, P], but came as {list(weight.shape)}")
+        elif weight.dim() != 3 or weight.shape[-1] % 2:
+            raise ValueError(
+                f"weight must be [H, D, P] with an even P, but came as {list(weight.shape)}"
+            )
         else:
             self.keep("weight", weight)
 
@@ -139,7 +141,7 @@ class RelativeSinusoid(Positional):
 
     def _scored(self, q: Input, num_keys: int) -> Scored | None:
         """<x_i, weight sinusoid(d)> of every distance d, where that is better than features."""
-        x = Features.of(q).part(self.on)
+        x = self._asking(q)
         if self.weight is None or self.weight.shape[-1] <= WIDE or x.device.type not in DEVICES:
             return None
         batch, heads, num_queries, _ = x.shape
@@ -151,8 +153,19 @@ class RelativeSinusoid(Positional):
         waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(wide)  # [2K - 1, P]
         return Scored(q=x, rows=waves @ self.weight.to(wide).mT)
 
+    def _asking(self, q: Input) -> Tensor:
+        """The queries' part, [B, H, Q, P], or with a weight [B, H, Q, D]."""
+        x = Features.of(q).part(self.on)
+        if self.weight is not None and (x.shape[1], x.shape[-1]) != self.weight.shape[:2]:
+            heads, width = self.weight.shape[:2]
+            raise ValueError(
+                f"the weight is for {heads} heads of {width} features, "
+                f"but part {self.on!r} has {x.shape[1]} of {x.shape[-1]}"
+            )
+        return x
+
     def coefficients(self, q: Input) -> Tensor:
-        c = Features.of(q).part(self.on)  # [B, H, Q, P], or [B, H, Q, D]
+        c = self._asking(q)
         if self.weight is not None:
             c = c @ self.weight.to(c.dtype)
         if c.shape[-1] % 2:
