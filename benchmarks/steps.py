@@ -226,8 +226,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser.parse_args(arguments)
     options.cuda = options.device.startswith("cuda")
     device = torch.device(options.device)
-    asked = [*SYSTEMS, "rbf"] if options.systems == "all" else options.systems.split(",")
     known = [*SYSTEMS, "rbf"]
+    asked = known if options.systems == "all" else options.systems.split(",")
     if unknown := [name for name in asked if name not in known]:
         parser.error(f"there is no system {unknown[0]!r}; there are: {', '.join(known)}")
     if options.jobs < 1:
