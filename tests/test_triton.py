@@ -86,9 +86,8 @@ def test_every_filter_visits_what_it_shows(kernel, filter):
     ids=repr,
 )
 @pytest.mark.parametrize("kernel", [mc.Exponential, lambda: mc.RBF(heads=HEADS)], ids="er")
-def test_keys_beyond_the_reach_of_a_table(kernel, filter, monkeypatch):
+def test_keys_beyond_the_reach_of_a_table(kernel, filter):
     """They get launches of their own, whose shares of everything are joined."""
-    monkeypatch.setattr(triton_plan, "CUT", 8)
     table = mc.Lookup(torch.randn(5, DIM, generator=torch.Generator().manual_seed(3)))
     compare(kernel() * table, filter, Shape(queries=40, keys=50))
 
@@ -205,17 +204,31 @@ def test_a_compiled_graph_forms_scores_of_distances(filter):
         assert (a - b).abs().max() <= 1e-5 * (1 + a.abs().max())
 
 
-@pytest.mark.parametrize("sided", [True, False], ids=["one-sided", "both sides"])
-def test_the_operator_for_scores(sided):
-    x = torch.randn(2, 2, 20, 16, device=DEVICE, requires_grad=True)
-    rows = torch.randn(2, 7, 16, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(torch.ops.mercer.scores.default, (x, rows, sided))
-    scores = torch.ops.mercer.scores(x, rows, sided)
-    want = (x @ rows.mT).flip(-1)[..., : 4 if sided else 7]
-    assert (scores[..., : want.shape[-1]] - want).abs().max() < 1e-5
-    # Lines are filled up to a multiple of 16 numbers, with zeros.
-    assert scores.shape[-1] == 16
-    assert not scores[..., want.shape[-1] :].any()
+@pytest.mark.parametrize("filter", [mc.Causal(), mc.Full(), mc.Window(9, 3)], ids=repr)
+@pytest.mark.parametrize("clip", [1, 7, 60, 400])
+def test_a_band_has_what_its_table_has(clip, filter):
+    """Scores and tables of the same numbers, in a few granules, and their gradients."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(1, 2, 150, 16, generator=generator).to(DEVICE) for _ in range(4))
+    rows = 0.3 * torch.randn(2, 2 * clip + 1, 16, generator=generator).to(DEVICE)
+    given = [q, k, v, rows]
+    for x in given:
+        x.requires_grad_()
+    results = []
+    for scored in (True, False):
+        bias = mc.Lookup(rows, scale=1.0)
+        if not scored:
+            # As a table, which a number for every distance makes of it.
+            bias = bias * mc.Lookup(torch.zeros(3, 16, device=DEVICE))
+        for backend in ("triton", "reference"):
+            out, mass = mc.smooth(
+                mc.Exponential() * bias, q, k, v, filter=filter, backend=backend, return_log_mass=True
+            )
+            grads = torch.autograd.grad((out * g).sum() + mass.sum(), given)
+            results.append((out, mass, *grads))
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert (x - y).abs().max() <= 2e-5 * (1 + y.abs().max())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="float32, all that the interpreter has, holds nothing")

@@ -27,9 +27,9 @@ from ..term import (
     join,
     repeat,
 )
-from . import Task, triton_launch, triton_plan
+from . import Task, bands, triton_launch, triton_plan
 from .triton_launch import add
-from .triton_plan import INTERPRETED, NO_LOG, Inputs, Log, Numbers, Slot, Static, parse
+from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, parse
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -69,10 +69,11 @@ def refuses(task: Task) -> str | None:
 
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: scales, rows, log_mass and the table."""
+    rows = task.batch * task.heads * task.num_queries
     columns = 0
     if (bias := task.term.relative) is not None:
-        columns = bias.clip + 1 if task.filter.causal else 2 * bias.clip + 1
-    return 4 * task.batch * task.heads * task.num_queries * (3 + columns)
+        columns = bands.width_of(bias.clip, task.filter.causal, task.num_keys)
+    return rows * (12 + columns * bands.dtype_of(task.v.dtype).itemsize)
 
 
 def _unavailable(device: str) -> str | None:
@@ -116,36 +117,36 @@ def run(task: Task) -> Smoothed:
         wants, saves = learns and scale.requires_grad, learns and col.requires_grad
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log))
     dtype = task.v.dtype
-    bias, table, scored = task.term.relative, None, None
-    sided = triton_plan.one_sided(rule.numbers)
-    if isinstance(bias, Scored) and bias.clip > 0:
-        scored = (bias.q.to(dtype).expand(task.batch, -1, -1, -1), bias.rows.float())
-        if compiling:
-            table = scores(*scored, sided)[..., : triton_launch.score_columns(scored[1], sided)[0]]
-            scored = None
-    elif bias is not None:
-        table = _at_least_one(bias.table.float()).flip(-1)
-        table = (table[..., : table.shape[-1] // 2 + 1] if sided else table).expand(*shape, -1)
+    bias = _bias(task, shape)
     q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols)
-    options = (*(scored or ()), none if table is None else table)
-    trains = learns and any(x.requires_grad for x in (*given, *options))
+    trains = learns and any(x is not None and x.requires_grad for x in (*given, *bias))
     static = Static(
         tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
-        triton_plan.by_tokens(q[0]), shape,
+        triton_plan.by_tokens(q[0]), bias.clip, shape,
     )  # fmt: skip
     if compiling:
-        out, lse, _ = fused(
-            list(given), table, rule.lengths, rule.ids, task.seed, static.text(), static.sizes()
+        out, lse, _, _ = fused(
+            list(given), *bias, rule.lengths, rule.ids, task.seed, static.text(), static.sizes()
         )
     else:
-        out, lse = _Fused.apply(
-            static, rule.lengths, rule.ids, task.seed, table, *(scored or (None, None)), *given
-        )
+        out, lse = _Fused.apply(static, rule.lengths, rule.ids, task.seed, *bias, *given)
     if task.log_mass:
         for f in task.term.factors:
             lse = lse if f.link is not None or f.row is None else lse + f.row
     return Smoothed(out, lse)
+
+
+def _bias(task: Task, shape: tuple[int, int, int]) -> Bias:
+    """The term's table, or what it is the product of."""
+    bias = task.term.relative
+    if bias is None:
+        return Bias()
+    if isinstance(bias, Scored) and bias.clip > 0:
+        asking = bias.q.to(task.v.dtype).expand(task.batch, -1, -1, -1)
+        return Bias(asking=asking, rows=bias.rows.float())
+    table = _at_least_one(bias.table.float())
+    return Bias(table=table.expand(-1, *shape[1:], -1))
 
 
 def _bend(scale: LogScale) -> Log:
@@ -280,71 +281,79 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, static: Static, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None,
-        table: Tensor | None, scored: Tensor | None, by: Tensor | None, *tensors: Tensor,
+        table: Tensor | None, asking: Tensor | None, by: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if scored is not None and by is not None:
-            table = triton_launch.scores(scored, by, triton_plan.one_sided(static.filter))
-        inputs = Inputs.of(tensors, table, lengths, ids, seed)
+        bias = Bias(table, asking, by)
+        inputs = Inputs.of(tensors, bias, lengths, ids, seed)
         out, lse, low, (ctx.plan, ready) = triton_launch.forward(inputs, static)
         ctx.static = static
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            lengths, ids, seed, table, scored, by, out, lse, low, *ready, *tensors
-        )
+        ctx.save_for_backward(lengths, ids, seed, *bias, out, lse, low, *ready, *tensors)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        lengths, ids, seed, table, scored, by, out, lse, low, *rest = ctx.saved_tensors
+        lengths, ids, seed, table, asking, by, out, lse, low, *rest = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        kept, tensors = (ctx.plan, Numbers(*rest[:5])), tuple(rest[5:])
-        inputs = Inputs.of(tensors, table, lengths, ids, seed)
-        grads = triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, ctx.static, kept)
-        dtable = None if table is None else grads.pop()
-        dscored, dby = None, None
-        if scored is not None and dtable is not None:
-            dscored, dby = triton_launch.scores_backward(dtable, scored, by)
-            dtable = None
-        return None, None, None, None, dtable, dscored, dby, *grads
+        ready, tensors = Numbers(*rest[:6]), tuple(rest[6:])
+        inputs = Inputs.of(tensors, Bias(table, asking, by), lengths, ids, seed)
+        grads = triton_launch.backward(
+            grad_out, grad_lse, out, lse, low, inputs, ctx.static, ready.band, (ctx.plan, ready)
+        )
+        given, of_bias = grads[: len(tensors)], grads[len(tensors) :]
+        return None, None, None, None, *_slots_of(of_bias), *given
+
+
+def _slots_of(grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of a bias in its order: a table's, or those of queries and rows."""
+    if len(grads) == 2:
+        return None, grads[0], grads[1]
+    return (grads[0] if grads else None), None, None
 
 
 @torch.library.custom_op("mercer::fused", mutates_args=())
 def fused(
-    tensors: list[Tensor], table: Tensor | None, lengths: Tensor | None, ids: Tensor | None,
-    seed: Tensor | None, static: str, sizes: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The forward for compiled graphs: (out, log_mass, what rounding took from out)."""
-    inputs = Inputs.of(tuple(tensors), table, lengths, ids, seed)
-    out, lse, low, _ = triton_launch.forward(inputs, parse(static, sizes))
-    return out, lse, low
+    tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: Tensor | None,
+    lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The forward for compiled graphs: (out, log_mass, what rounding took from out, the band)."""
+    inputs = Inputs.of(tuple(tensors), Bias(table, asking, rows), lengths, ids, seed)
+    out, lse, low, (_, ready) = triton_launch.forward(inputs, parse(static, sizes))
+    return out, lse, low, ready.band
 
 
 @fused.register_fake
-def _(tensors: list[Tensor], table: Tensor | None, lengths: Any, ids: Any, seed: Any,
-      static: str, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    known, v = parse(static, sizes), Inputs.of(tuple(tensors), None, None, None, None).v
+def _(tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: Tensor | None,
+      lengths: Any, ids: Any, seed: Any, static: str, sizes: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    known, v = parse(static, sizes), Inputs.of(tuple(tensors), Bias(), None, None, None).v
     out = triton_plan.empty(v, *known.shape, v.shape[-1], known.tokens)
     lse = v.new_empty(known.shape, dtype=torch.float32)
-    low = triton_launch.keeps_low(known, table, v)
-    return out, lse, torch.empty_like(out) if low else lse.new_empty(0)
+    low = torch.empty_like(out) if triton_launch.keeps_low(known, v) else lse.new_empty(0)
+    band = v.new_empty(0)
+    if known.clip >= 0:
+        shape = bands.shape_of(Bias(table, asking, rows), known, v.shape[2])
+        band = v.new_empty(shape, dtype=bands.dtype_of(v.dtype))
+    return out, lse, low, band
 
 
 @torch.library.custom_op("mercer::fused_backward", mutates_args=())
 def fused_backward(
-    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor,
-    tensors: list[Tensor], table: Tensor | None, lengths: Tensor | None, ids: Tensor | None,
-    seed: Tensor | None, static: str, sizes: list[int],
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor, band: Tensor,
+    tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: Tensor | None,
+    lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """The backward for compiled graphs."""
-    inputs = Inputs.of(tuple(tensors), table, lengths, ids, seed)
-    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, parse(static, sizes))
+    inputs = Inputs.of(tuple(tensors), Bias(table, asking, rows), lengths, ids, seed)
+    known = parse(static, sizes)
+    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
 
 
 @fused_backward.register_fake
-def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, low: Any, tensors: list[Tensor],
-      table: Tensor | None, lengths: Any, ids: Any, seed: Any,
-      static: str, sizes: list[int]) -> list[Tensor]:  # fmt: skip
+def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, low: Any, band: Any, tensors: list[Tensor],
+      table: Tensor | None, asking: Tensor | None, rows: Tensor | None, lengths: Any, ids: Any,
+      seed: Any, static: str, sizes: list[int]) -> list[Tensor]:  # fmt: skip
     known = parse(static, sizes)
     grads = []
     for n, x in enumerate(tensors):
@@ -355,57 +364,24 @@ def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, low: Any, tensors: list[
             batch, heads, length, width = x.shape
             grad = triton_plan.empty(x, batch, heads, length, width, True)
         grads.append(grad)
-    return grads if table is None else [*grads, triton_plan.like_table(table)]
+    return grads + [x.new_empty(x.shape) for x in (table, asking, rows) if x is not None]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, table, lengths, ids, seed, ctx.static, ctx.sizes = inputs
-    ctx.save_for_backward(*output, lengths, ids, seed, table, *tensors)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, table, asking, rows, lengths, ids, seed, ctx.static, ctx.sizes = inputs
+    ctx.save_for_backward(*output, table, asking, rows, lengths, ids, seed, *tensors)
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: Any) -> tuple[Any, ...]:
-    out, lse, low, lengths, ids, seed, table, *tensors = ctx.saved_tensors
+def _backward(
+    ctx: Any, grad_out: Tensor, grad_lse: Tensor, _low: Any, _band: Any
+) -> tuple[Any, ...]:
+    out, lse, low, band, *rest = ctx.saved_tensors
+    options, tensors = rest[:6], rest[6:]
     grads = fused_backward(
-        grad_out, grad_lse, out, lse, low, tensors, table, lengths, ids, seed, ctx.static, ctx.sizes
+        grad_out, grad_lse, out, lse, low, band, tensors, *options, ctx.static, ctx.sizes
     )
-    dtable = None if table is None else grads.pop()
-    return grads, dtable, None, None, None, None, None
+    of_bias = _slots_of(grads[len(tensors) :])
+    return grads[: len(tensors)], *of_bias, None, None, None, None, None
 
 
 fused.register_autograd(_backward, setup_context=_save)
-
-
-@torch.library.custom_op("mercer::scores", mutates_args=())
-def scores(x: Tensor, rows: Tensor, sided: bool) -> Tensor:
-    """A table of scores for compiled graphs, with what fills up its lines."""
-    out = triton_launch.scores(x, rows, sided)
-    return out.as_strided((*out.shape[:3], out.stride(2)), out.stride())
-
-
-@scores.register_fake
-def _(x: Tensor, rows: Tensor, sided: bool) -> Tensor:
-    return rows.new_empty(*x.shape[:3], triton_launch.score_columns(rows, sided)[1])
-
-
-@torch.library.custom_op("mercer::scores_backward", mutates_args=())
-def scores_backward(grad: Tensor, x: Tensor, rows: Tensor, sided: bool) -> tuple[Tensor, Tensor]:
-    """Its gradients; what fills up a line has none."""
-    count = triton_launch.score_columns(rows, sided)[0]
-    return triton_launch.scores_backward(grad.contiguous()[..., :count], x, rows)
-
-
-@scores_backward.register_fake
-def _(grad: Tensor, x: Tensor, rows: Tensor, sided: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), rows.new_empty(rows.shape)
-
-
-def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.sided = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _scores_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return (*scores_backward(grad, *ctx.saved_tensors, ctx.sided), None)
-
-
-scores.register_autograd(_scores_backward, setup_context=_save_scores)

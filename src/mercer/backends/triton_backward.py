@@ -18,12 +18,17 @@ import triton
 import triton.language as tl
 
 from .triton_kernels import (
+    BLOCKS,
     COLUMNS,
+    FAR,
     FLAT,
     IDENTITY,
     LOG2E,
+    PAIRS,
     POLY,
-    _bias,
+    _band_at,
+    _band_block,
+    _band_start,
     _block,
     _down,
     _exactly,
@@ -34,14 +39,16 @@ from .triton_kernels import (
     _key_range,
     _link,
     _numbers,
+    _of_keys,
+    _of_queries,
     _ones,
     _power,
     _query_range,
-    _reach,
     _row_of,
     _rows,
     _scale,
     _scaled,
+    _strict,
     _visible,
 )
 
@@ -78,7 +85,7 @@ def _weights(
             s1 = _scaled(t1, scale1, row1, LINK1, HAS_ROW1)
             other, a1, c1 = _link(s1, LINK1, PARAM1, False)
             e += other
-        if BIAS == 2:
+        if BIAS >= BLOCKS:
             e += bias
         if MASK:
             e = tl.where(seen, e, float("-inf"))
@@ -109,16 +116,16 @@ def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKEN
 @triton.jit
 def _keys_span(
     dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, head0, head1, q0_base, q1_base,
-    grad_base, S0, S1, R0, R1, LSE2, DELTA, table, lengths, ids, line, j, b, bh, first, place,
-    num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids, stt, e0, e1,
-    dv,
+    grad_base, S0, S1, R0, R1, LSE2, DELTA, band, tiles, lengths, ids, line, j, first_key, b, bh,
+    first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids,
+    stb, width, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
     DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    TMA: tl.constexpr, PART: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
     CHECK: tl.constexpr = MASK or not EVEN
@@ -154,13 +161,19 @@ def _keys_span(
         if HAS_COL0:
             t0 += c0[:, None]
         bias = 0.0
-        if BIAS == 1:
-            far = table + n.to(tl.int64) * stt
-            lse2 = lse2 - LOG2E * tl.load(far, mask=inside, other=0.0)
-        elif BIAS == 2:
-            bias = _bias(
-                table, stt, i[None, :], j[:, None], n[None, :], num_queries, CLIP, SIDED, FILTER
-            )
+        if BIAS == FAR:
+            far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0)
+            lse2 = lse2 - far.to(tl.float32)
+        elif BIAS == BLOCKS:
+            begin = _band_start(first_query, place, num_keys, width, CLIP)
+            bias = _band_block(
+                band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width, BM, BN,
+                TILED,
+            )  # fmt: skip
+            bias = tl.trans(bias)
+        elif BIAS == PAIRS:
+            begin = _band_start(first_query, place, num_keys, width, CLIP)
+            bias = _band_at(band, n[None, :], j[:, None], num_queries, width, begin)
         seen = j[:, None] >= 0
         if MASK:
             seen = _visible(
@@ -263,10 +276,10 @@ def _store_keys(
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_keys(
-    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA,
+    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA,
     DK0, DK1, DV, DC0, DC1, DS0, DS1,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -277,8 +290,8 @@ def backward_keys(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    TMA: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, ADD: tl.constexpr,
-    HELD: tl.constexpr,
+    TMA: tl.constexpr, TILED: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
+    ADD: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
@@ -319,9 +332,9 @@ def backward_keys(
         )
         if HAS_COL1:
             c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
-    table = TABLE
+    band = BAND
     if CLIP >= 0:
-        table = TABLE + b * stb + h * sth
+        band = BAND + b * stb + h * sth
     dk0 = tl.zeros((BN, E0), tl.float32)
     dv_ = tl.zeros((BN, V), tl.float32)
     dc0 = tl.zeros((BN,), tl.float32)
@@ -362,12 +375,13 @@ def backward_keys(
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
                 dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
                 _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
-                grad_head, S0, S1, R0, R1, LSE2, DELTA, table, LENGTHS, IDS, line, j, b, bh, first, place, num_queries,
-                num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids, stt, e0, e1, dv, E0, E1, V,
-                LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
-                SIDED, _reach(CLIP, span, 2), FILTER, _form(FORM, _reach(CLIP, span, 2)), SAME,
-                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM,
-                TMA, PART,
+                grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, LENGTHS, IDS, line, j, low, b, bh,
+                first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt,
+                stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0,
+                MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
+                _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN), FILTER,
+                _form(FORM, _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN)), SAME, span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, BN, TMA,
+                TILED, PART,
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
@@ -393,17 +407,17 @@ def backward_keys(
 @triton.jit
 def _queries_span(
     dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, start, stop, q0, q1, grad, scale0,
-    scale1, row0, row1, half, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, table, dtable, lengths, ids, i, n, b,
-    bh, h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
-    stride_ids, stt, e0, e1, dv,
+    scale1, row0, row1, half, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, band, tiles, dband, begin, lengths, ids, i, n, b,
+    bh, h, h0, h1, hv, first_query, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
+    svb, svt, stride_ids, stb, width, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
     CLIP: tl.constexpr, SIDED: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, WANT0: tl.constexpr,
     WANT1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr, STEADY: tl.constexpr, CUT: tl.constexpr,
-    PITCH: tl.constexpr,
+    BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
+    STEADY: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
 
@@ -444,10 +458,13 @@ def _queries_span(
             t1 += c1
             next1 = _numbers(col1, first_key + BN, num_keys, BN)
         bias = 0.0
-        if BIAS == 2:
-            bias = _bias(
-                table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP, SIDED, FILTER
-            )
+        if BIAS == BLOCKS:
+            bias = _band_block(
+                band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width, BM, BN,
+                TILED,
+            )  # fmt: skip
+        elif BIAS == PAIRS:
+            bias = _band_at(band, n[:, None], j[None, :], num_queries, width, begin)
         seen = j[None, :] >= 0
         if MASK:
             seen = _visible(
@@ -492,21 +509,25 @@ def _queries_span(
                 ds1 += tl.sum(u1 * t1, 1)
             elif WANT1 and HAS_COL1 and MODE1 == 2:
                 ds1 += tl.sum(u1 * (c1 - ref1), 1)
-        if BIAS == 2:
+        if BIAS >= BLOCKS:
             after = j[None, :] - i[:, None]
             dlog = g * p
-            inner += tl.sum(tl.where(after > -CLIP, dlog, 0.0), 1)
-            if not CUT:
-                later += tl.sum(tl.where(after <= -CLIP, dlog, 0.0), 1)
-            # Inside the table every (query, distance) has one key: a store, no sum.
-            owned = (after > -CLIP) & (n[:, None] < num_queries) & (j[None, :] < num_keys)
-            if SIDED:
-                owned = owned & (after <= 0)
-            else:
+            if not _strict(FILTER, CLIP):
+                inner += tl.sum(tl.where(after > -CLIP, dlog, 0.0), 1)
+                if not CUT:
+                    later += tl.sum(tl.where(after <= -CLIP, dlog, 0.0), 1)
+            elif CUT:
+                inner += tl.sum(dlog, 1)
+            # Every pair in a band has its own place: a store, no sum. What is not within reach is
+            # read by nobody.
+            c = j[None, :] - begin
+            owned = (n[:, None] < num_queries) & (c < width)
+            if BIAS == PAIRS:
+                owned = owned & (c >= 0)
+            if not SIDED:
                 earlier += tl.sum(tl.where(after >= CLIP, dlog, 0.0), 1)
-                owned = owned & (after < CLIP)
-            place = dtable + n[:, None].to(tl.int64) * PITCH + (after + CLIP)
-            tl.store(place, dlog, mask=owned)
+            at = dband + n[:, None].to(tl.int64) * width + c
+            tl.store(at, dlog.to(dband.dtype.element_ty), mask=owned)
     return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs
 
 
@@ -538,10 +559,10 @@ def _store_queries(
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_queries(
-    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
-    OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DTABLE,
+    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
+    OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DBAND, ENDS,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -552,15 +573,14 @@ def backward_queries(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr, ADD: tl.constexpr,
-    HELD: tl.constexpr,
-    CUT: tl.constexpr, HAS_LSE: tl.constexpr, PITCH: tl.constexpr, FIRST: tl.constexpr,
-    HAS_LOW: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, TOKENS: tl.constexpr,
+    ADD: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, HAS_LSE: tl.constexpr,
+    FIRST: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
-    """dq, dscale, drow and dtable of one block of queries.
+    """dq, dscale, drow and the gradient of a band, of one block of queries.
 
-    CUT: keys beyond the table's reach are left to another pass, which ADDs its share. PITCH: from
-    row to row of dtable. FIRST: no pass has formed delta and log_mass to the base 2 before.
+    CUT: keys beyond the table's reach are left to another pass, which ADDs its share. FIRST: no pass
+    has formed delta and log_mass to the base 2 before.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -618,12 +638,13 @@ def backward_queries(
     v = _head(V_, b, hv, svb, svh, TMA)
     col0 = C0 + b * scb0 + (h // gc0) * sch0
     col1 = C1 + b * scb1 + (h // gc1) * sch1
-    table, dtable = TABLE, DTABLE
+    band, dband, begin = BAND, DBAND, 0
     far = none
     if CLIP >= 0:
-        table = TABLE + b * stb + h * sth
-        dtable = DTABLE + line * PITCH
-        far = LOG2E * tl.load(table + n.to(tl.int64) * stt, mask=inside, other=0.0)
+        band = BAND + b * stb + h * sth
+        dband = DBAND + line * width
+        begin = tl.multiple_of(_band_start(block * BM, place, num_keys, width, CLIP), 16)
+        far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
     # The scale of a link has a gradient in which large sums cancel. Weights were rounded for O, so
     # <dO, O> is not quite sum_j P dP; what it is off by is taken out.
     STEADY: tl.constexpr = WANT0 and LINK0 != IDENTITY and FORM != POLY and E1 == 0 and CLIP < 0
@@ -662,13 +683,13 @@ def backward_queries(
             dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs = _queries_span(
                 dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, first_key, last_key, q0, q1,
                 grad, scale0, scale1, row0, row1, half, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
-                k0, k1, v, col0, col1, table, dtable, LENGTHS, IDS, i, n, b, bh, h0, h1,
-                hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt,
-                stride_ids, stt, e0, e1, dv, E0,
-                E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0,
-                HAS_ROW1, CLIP, SIDED, _reach(CLIP, span, 1), FILTER, _form(FORM, _reach(CLIP, span, 1)),
-                SAME, span == 0 or span == 3, EVEN, WANT0, WANT1, DROPOUT, PRECISION, BN, SPREAD,
-                TMA, STEADY, CUT, PITCH,
+                k0, k1, v, col0, col1, band, TILES, dband, begin, LENGTHS, IDS, i, n, b, bh, h, h0, h1,
+                hv, block * BM, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
+                svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1,
+                MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, SIDED,
+                _of_keys(span, FILTER, CLIP, SIDED), FILTER,
+                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN, WANT0, WANT1, DROPOUT,
+                PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, CUT,
             )  # fmt: skip
     # What all weights of a row move by together.
     moved = none
@@ -700,11 +721,11 @@ def backward_queries(
             MODE1, LINK1, NORM1, HAS_ROW1, WANT1, False, ADD,
         )  # fmt: skip
     if CLIP >= 0:
-        ends = dtable + n.to(tl.int64) * PITCH
         # All weights of a row move together by dlog_mass: what is beyond the reach is the rest.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         rest = tl.where(lse2 == float("inf"), 0.0, grad_lse) - inner
         beyond = tl.where(i >= CLIP, rest, 0.0) if CUT else tl.where(near > sure_start, rest, later)
-        tl.store(ends, beyond, mask=inside)
+        tl.store(ENDS + line + n, beyond, mask=inside)
         if not SIDED:
-            tl.store(ends + 2 * CLIP, earlier, mask=inside)
+            other = tl.num_programs(1).to(tl.int64) * num_queries
+            tl.store(ENDS + other + line + n, earlier, mask=inside)

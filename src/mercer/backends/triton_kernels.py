@@ -31,6 +31,13 @@ FLAT = tl.constexpr(3)
 # Numbers per key as columns of a product: three, filled up to the least that a product takes. Where
 # every query has its own scale, the fourth is ones, for sums of gradients alone.
 COLUMNS = tl.constexpr(16)
+# How a span of keys reads a table.
+NONE = tl.constexpr(0)
+FAR = tl.constexpr(1)
+BLOCKS = tl.constexpr(2)
+PAIRS = tl.constexpr(3)
+# Queries whose bands begin with the same key.
+GRANULE = tl.constexpr(64)
 
 
 @triton.jit
@@ -282,30 +289,51 @@ def _all_near(filter, clip):
     return len(near) == len(filter)
 
 
-@triton.jit
-def _bias(
-    table, stride, i, j, n, num_queries, CLIP: tl.constexpr, SIDED: tl.constexpr,
-    FILTER: tl.constexpr,
-):  # fmt: skip
-    """table[n, clip(j - i) + c], to the base 2; SIDED: no key is after its query.
+@triton.constexpr_function
+def _strict(filter, clip):
+    """Whether all that is seen lies within a table's reach, and not at its end."""
+    return _all_near(filter, clip - 1)
 
-    Neighbours in memory are neighbouring keys, so that a warp reads few lines; an index that is
-    clipped first would hide that from the compiler.
+
+@triton.constexpr_function
+def _ends_early(filter):
+    """Whether the last key that a query sees may be far from it."""
+    return any(clause[7] or clause[9] for clause in filter)
+
+
+@triton.jit
+def _band_start(n, place, num_keys, width, CLIP: tl.constexpr):
+    """The key that a band begins with, for all queries of a granule, below the reach of each.
+
+    A band holds the table's numbers for the pairs (i, j) within reach, j along a line: so blocks of
+    pairs are blocks in memory, from multiples of 16 on.
     """
-    line = table + n.to(tl.int64) * stride
-    inside = n < num_queries
-    after = j - i
-    within = inside & (after >= -CLIP)
-    if SIDED:
-        within = within & (after <= 0)
+    start = tl.maximum(n // GRANULE * GRANULE + place - CLIP - (GRANULE - 1), 0) // 16 * 16
+    return tl.minimum(start, (num_keys + 15) // 16 * 16 - width)
+
+
+@triton.jit
+def _band_block(
+    band, tiles, b, h, stb, n, first_query, column, num_queries, width,
+    BM: tl.constexpr, BN: tl.constexpr, TILED: tl.constexpr,
+):  # fmt: skip
+    """A block of a band, [queries, keys], from a column on; beyond the band it is anything."""
+    if TILED:
+        batch = tl.where(stb == 0, 0, b).to(tl.int32)
+        out = tiles.load([batch, h.to(tl.int32), first_query, column]).reshape(BM, BN)
     else:
-        within = within & (after <= CLIP)
-    out = tl.load(line + (after + CLIP), mask=within, other=0.0)
-    if not _all_near(FILTER, CLIP):
-        out = tl.where(after < -CLIP, tl.load(line, mask=inside, other=0.0), out)
-    if not SIDED:
-        out = tl.where(after > CLIP, tl.load(line + 2 * CLIP, mask=inside, other=0.0), out)
-    return LOG2E * out
+        c = column + tl.arange(0, BN)[None, :]
+        at = band + n[:, None].to(tl.int64) * width + c
+        out = tl.load(at, mask=(n < num_queries)[:, None] & (c < width), other=0.0)
+    return out.to(tl.float32)
+
+
+@triton.jit
+def _band_at(band, n, j, num_queries, width, start):
+    """The same pair by pair; beyond the band it goes on as it ends."""
+    c = tl.minimum(tl.maximum(j - start, 0), width - 1)
+    at = band + n.to(tl.int64) * width + c
+    return tl.load(at, mask=(n < num_queries) & (c >= 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -328,15 +356,34 @@ def _kept(seed, bh, n, j, num_queries, num_keys, dropout):
 
 
 @triton.constexpr_function
-def _reach(clip, span, beyond):
-    """How a span reads the table: not at all, its first column alone, or by distance."""
-    return 0 if clip < 0 else 1 if span == beyond else 2
+def _of_keys(span, filter, clip, sided):
+    """How a span of keys of a block of queries reads the table; not all lie in its band.
+
+    In turn: masked, beyond the table's reach, within it, masked.
+    """
+    if clip < 0 or span == 1:
+        return NONE.value if clip < 0 else FAR.value
+    near = span == 2 or _all_near(filter, clip) or (span == 3 and not _ends_early(filter))
+    return BLOCKS.value if near and sided else PAIRS.value
+
+
+@triton.constexpr_function
+def _of_queries(span, filter, clip, sided, whole):
+    """The same for queries of a block of keys; `whole`: not all are masked.
+
+    In turn: masked, within the table's reach, beyond it, masked.
+    """
+    if clip < 0 or span == 2:
+        return NONE.value if clip < 0 else FAR.value
+    first = span == 0 and whole and not any(clause[9] for clause in filter)
+    near = span == 1 or _all_near(filter, clip) or first
+    return BLOCKS.value if near and sided else PAIRS.value
 
 
 @triton.constexpr_function
 def _form(form, bias):
     """A plain dot product that needs its table by distance is plain no more."""
-    return 0 if form == 1 and bias == 2 else form
+    return 0 if form == 1 and bias >= 2 else form
 
 
 @triton.jit
@@ -376,15 +423,15 @@ def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
 @triton.jit
 def _forward_span(
     acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
-    table, lengths, ids, i, n, b, bh, h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0,
-    skt0, skb1, skt1, svb, svt, stride_ids, stt, e0, e1, dv,
+    band, tiles, begin, lengths, ids, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
+    num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
-    SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, BN: tl.constexpr, INSIDE: tl.constexpr, SPREAD: tl.constexpr,
-    TMA: tl.constexpr,
+    BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+    MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, INSIDE: tl.constexpr, SPREAD: tl.constexpr,
+    TMA: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: the running peak, mass and sums of values."""
     CHECK: tl.constexpr = MASK or not EVEN
@@ -452,10 +499,13 @@ def _forward_span(
                 other, a1, _ = _link(s1, LINK1, PARAM1, False)
                 e += other
                 a = a * a1
-            if BIAS == 2:
-                e += _bias(
-                    table, stt, i[:, None], j[None, :], n[:, None], num_queries, CLIP, SIDED, FILTER
-                )
+            if BIAS == BLOCKS:
+                e += _band_block(
+                    band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width,
+                    BM, BN, TILED,
+                )  # fmt: skip
+            elif BIAS == PAIRS:
+                e += _band_at(band, n[:, None], j[None, :], num_queries, width, begin)
             if FORM == FLAT:
                 # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
@@ -483,9 +533,9 @@ def _forward_span(
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def forward(
-    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, TABLE, LENGTHS, IDS, OUT, LOW, LSE,
+    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, OUT, LOW, LSE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, stt,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -495,8 +545,8 @@ def forward(
     CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
-    INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
-    HELD: tl.constexpr,
+    INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
+    TOKENS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys."""
     bh = tl.program_id(1)
@@ -529,11 +579,13 @@ def forward(
     v = _head(V_, b, hv, svb, svh, TMA)
     col0 = C0 + b * scb0 + (h // gc0) * sch0
     col1 = C1 + b * scb1 + (h // gc1) * sch1
-    table = TABLE
+    band, begin = BAND, 0
     far = none
     if CLIP >= 0:
-        table = TABLE + b * stb + h * sth
-        far = LOG2E * tl.load(table + n.to(tl.int64) * stt, mask=inside, other=0.0)
+        band = BAND + b * stb + h * sth
+        begin = _band_start(block * BM, place, num_keys, width, CLIP)
+        # Beyond the reach all keys have the number that a band begins with.
+        far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
 
     acc = tl.zeros((BM, V), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
@@ -573,12 +625,13 @@ def forward(
         if (SIMPLE or span == 0) and (CLIP >= 0 or span != 2):
             acc, mass, peak = _forward_span(
                 acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
-                far if span == 1 else none, k0, k1, v, col0, col1, table, LENGTHS, IDS, i, n, b, bh,
-                h0, h1, hv, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb,
-                svt, stride_ids, stt, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1,
-                HAS_ROW0, HAS_ROW1, CLIP, SIDED, _reach(CLIP, span, 1), FILTER,
-                _form(FORM, _reach(CLIP, span, 1)), SAME, span == 0 or span == 3, EVEN, DROPOUT,
-                PRECISION, BN, INSIDE, SPREAD, TMA,
+                far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
+                i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
+                skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
+                LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
+                _of_keys(span, FILTER, CLIP, SIDED), FILTER,
+                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN, DROPOUT, PRECISION, BM,
+                BN, INSIDE, SPREAD, TMA, TILED,
             )  # fmt: skip
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
@@ -639,7 +692,7 @@ def _exactly(OUT, LOW, offset, mask, HAS_LOW: tl.constexpr):
 
 @triton.jit
 def merge_far(
-    OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, TABLE, num_heads, length, dv, stb, sth, stt,
+    OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, BAND, num_heads, length, dv, stb, sth, stt,
     V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """What the keys beyond a table's reach gave joins the rest; the table's end shifts their mass."""
@@ -653,7 +706,7 @@ def merge_far(
     mask = inside[:, None] & (e[None, :] < dv)
     near = _exactly(OUT, LOW, offset, mask, HAS_LOW)
     far = _exactly(FAR, FAR_LOW, offset, mask, HAS_LOW)
-    shift = tl.load(TABLE + b * stb + h * sth + n * stt, mask=inside, other=0.0)
+    shift = LN2 * tl.load(BAND + b * stb + h * sth + n * stt, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(LSE + line + n, mask=inside, other=float("-inf"))
     c = tl.load(FAR_LSE + line + n, mask=inside, other=float("-inf")) + shift
     peak = tl.maximum(a, c, propagate_nan=tl.PropagateNan.ALL)

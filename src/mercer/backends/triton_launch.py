@@ -6,13 +6,13 @@ A call forms the numbers per key and per query, looks up its `Plan`, and starts 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..term import repeat
+from . import bands
 from .triton_plan import (
     INTERPRETED,
     NO_LOG,
@@ -28,11 +28,10 @@ from .triton_plan import (
     cut_at_reach,
     describe,
     empty,
+    helper,
     launch_of,
-    like_table,
     plan,
     processors,
-    readable_rows,
     room,
     strides_of,
 )  # fmt: skip
@@ -44,7 +43,7 @@ LOG2E = math.log2(math.e)
 ROOM = 512
 
 
-def prepare(x: Inputs, static: Static, inside: bool = False) -> Numbers:
+def prepare(x: Inputs, static: Static, band: Tensor, inside: bool = False) -> Numbers:
     """Numbers per key and per query; `inside`: a kernel forms the first slot's norms itself."""
     cols, rows = [], []
     # float16 ends too early for columns, and float32 has no fast product.
@@ -65,34 +64,13 @@ def prepare(x: Inputs, static: Static, inside: bool = False) -> Numbers:
         mode = static.slots[0].mode
         wanted = spread and cols[0].numel() > 0
         columns = _columns(cols[0], x.v.dtype, mode) if wanted else cols[0]
-    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns)
+    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, band)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """Two numbers per key with their own head counts."""
     heads = max(a.shape[1], b.shape[1])
     return repeat(a, a.shape[0], heads) + repeat(b, b.shape[0], heads)
-
-
-_helpers: dict[tuple[Any, ...], Launch] = {}
-
-
-def _helper(
-    name: str, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
-    numbers: tuple[int | float, ...], warps: int = 4,
-) -> None:  # fmt: skip
-    """Start one of the small kernels."""
-    kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
-    key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
-    found = _helpers.get(key)
-    if found is None:
-        from . import triton_kernels, triton_numbers
-
-        if len(_helpers) > 4096:
-            _helpers.clear()
-        home = triton_kernels if name in ("merge", "merge_far") else triton_numbers
-        found = _helpers[key] = Launch(getattr(home, name), grid, constants, {"num_warps": warps})
-    found(tensors, numbers)
 
 
 def _norms(
@@ -111,7 +89,7 @@ def _norms(
     columns = x.new_empty(*shape, 16) if split else None
     width = x.shape[-1]
     mode, number, log = (0, 1.0, NO_LOG) if slot is None else (slot.mode, slot.number, slot.log)
-    _helper(
+    helper(
         "half_norms", (-(-shape[2] // 64), shape[0] * shape[1], 1),
         {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 64, "SPLIT": split,
          "FOR": spread_for or 0},
@@ -126,7 +104,7 @@ def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
     col = col.contiguous()
     out = col.new_empty(*col.shape, 16, dtype=dtype)
     count = col.numel()
-    _helper(
+    helper(
         "split_columns", (-(-count // 256), 1, 1), {"BM": 256, "FOR": mode}, (col, out), (count,)
     )
     return out
@@ -137,10 +115,12 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
     k1 = ready.columns if p.spread else x.k[-1]
     tensors: list[Any] = [
         x.q[0], x.k[0], x.q[-1], k1, x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
-        ready.col0, ready.col1, x.v if x.table is None else x.table,
+        ready.col0, ready.col1, ready.band, ready.band,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids,
     ]  # fmt: skip
     c = launch.constants
+    if c["TILED"]:
+        tensors[12] = describe(ready.band, c["BM"], c["BN"])
     if c["TMA"]:
         rows = c["BM"] if kind == "keys" else c["BN"]
         first, second = (0, 2) if kind == "keys" else (1, 3)
@@ -163,32 +143,25 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Kept]:
     parts = _splits(x, static)
     first = static.slots[0]
     inside = parts > 1 and len(x.q) == 1 and first.norm and not (first.link or x.col[0].numel())
-    ready = prepare(x, static, inside)
-    keeps = keeps_low(static, x.table, v)
-    plans = _plans_of(x, static, ready)
-    (p, given), *others = plans
-    out, low, lse = _forward(given, p, ready, parts, inside, keeps)
-    for other, alone in others:
-        far = _forward(alone, other, ready, 1, False, keeps)
-        assert x.table is not None
-        _helper(
+    ready = prepare(x, static, bands.form(x.bias, static, v), inside)
+    keeps = keeps_low(static, v)
+    p, *others = plans = _plans_of(x, static, ready)
+    out, low, lse = _forward(x, p, ready, parts, inside, keeps)
+    for other in others:
+        far = _forward(x, other, ready, 1, False, keeps)
+        band = ready.band
+        helper(
             "merge_far", (-(-num_queries // 64), batch * heads, 1),
             {"V": p.constants["V"], "BM": 64, "HAS_LOW": keeps, "TOKENS": static.tokens},
-            (out, low, lse, *far, x.table),
-            (heads, num_queries, v.shape[-1], *x.table.stride()[:3]),
+            (out, low, lse, *far, band),
+            (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
         )  # fmt: skip
-    return out, lse, low, (tuple(plan for plan, _ in plans), ready)
+    return out, lse, low, (tuple(plans), ready)
 
 
-def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[tuple[Plan, Inputs]]:
+def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
     """The launches that make up a call: one, or with a table that within its reach and that beyond."""
-    cut = None
-    if static.shape[2] > SPLIT_QUERIES:
-        cut = cut_at_reach(static, x.table, x.v.shape[2])
-    if cut is None:
-        return [(plan(x, static, ready), x)]
-    alone = replace(x, table=None)
-    return [(plan(x, cut[0], ready), x), (plan(alone, cut[1], ready), alone)]
+    return [plan(x, part, ready) for part in cut_at_reach(static, x.v.shape[2])]
 
 
 def _forward(
@@ -207,23 +180,23 @@ def _forward(
     launch((*_tensors(x, ready, p, launch, "forward"), *targets), p.numbers(x.seed))
     if parts > 1:
         rows = batch * heads * num_queries
-        _helper(
+        helper(
             "merge", (-(-rows // 4), 1, 1), {"SPLITS": parts, "V": p.constants["V"], "BM": 4},
             (targets[0], targets[2], out, lse), (rows, v.shape[-1]),
         )  # fmt: skip
     return out, low, lse
 
 
-def keeps_low(static: Static, table: Tensor | None, v: Tensor) -> bool:
+def keeps_low(static: Static, v: Tensor) -> bool:
     """Whether to keep what rounding takes from the output."""
     half = v.dtype.itemsize == 2
-    return half and (static.precise or (static.trains and table is not None))
+    return half and (static.precise or (static.trains and static.clip >= 0))
 
 
 def _splits(x: Inputs, static: Static) -> int:
     """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
     batch, heads, num_queries = static.shape
-    if num_queries > SPLIT_QUERIES or static.trains or x.table is not None:
+    if num_queries > SPLIT_QUERIES or static.trains or static.clip >= 0:
         return 1
     wanted = 4 * processors(x.v.device) // (batch * heads)
     most = min(x.v.shape[2] // 512, wanted, 64)
@@ -232,13 +205,13 @@ def _splits(x: Inputs, static: Static) -> int:
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
-    static: Static, kept: Kept | None = None,
+    static: Static, band: Tensor, kept: Kept | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, scale, row, col and the table, in this order."""
+    """The gradients of q, k, v, scale, row, col and what the band is of, in this order."""
     x = given.readable()
     v = x.v
-    ready = prepare(x, static) if kept is None else kept[1]
-    plans = tuple(p for p, _ in _plans_of(x, static, ready)) if kept is None else kept[0]
+    ready = prepare(x, static, band) if kept is None else kept[1]
+    plans = tuple(_plans_of(x, static, ready)) if kept is None else kept[0]
     p = plans[0]
     (batch, heads, num_queries), num_keys = static.shape, p.num_keys
     tokens = static.tokens
@@ -246,7 +219,7 @@ def backward(
     given_lse = grad_lse is not None
     if grad_lse is not None:
         grad_lse = aligned_copy(grad_lse)
-    elif x.table is not None or any(slot.link for slot in static.slots):
+    elif static.clip >= 0 or any(slot.link for slot in static.slots):
         grad_lse = torch.zeros_like(lse)
     else:
         # Nobody reads it.
@@ -264,18 +237,16 @@ def backward(
     ]
     drow = [torch.empty_like(y) for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
-    dtable = [] if x.table is None else [like_table(x.table)]
+    dband = bands.empty_gradient(band, static, v.dtype) if static.clip >= 0 else (delta, delta)
     rows = (grad_out, lse2, delta, grad_lse)
     of_keys = (dk, dv, dcol, ds)
-    within = (dq, ds, drow, dtable[0] if dtable else delta)
+    within = (dq, ds, drow, *dband)
     made = (out, low, lse)
     _backward(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
-        assert x.table is not None
         # The table's end is a shift of log_mass.
-        rows = (grad_out, torch.sub(lse2, x.table[..., 0], alpha=LOG2E), delta, grad_lse)
-        beyond = (dq, ds, drow, delta)
-        _backward(replace(x, table=None), p, ready, rows, of_keys, beyond)
+        rows = (grad_out, lse2 - band[..., 0], delta, grad_lse)
+        _backward(x, p, ready, rows, of_keys, within)
     dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [_reduced(y, to) for y, to in zip(dk, given.k, strict=True)]
     dscale = [
@@ -286,7 +257,8 @@ def backward(
         _reduced(y, to) if y.numel() else torch.zeros_like(to)
         for y, to in zip(dcol, given.col, strict=True)
     ]
-    return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *dtable]
+    of_bias = bands.gradients(dband, given.bias, static, v) if static.clip >= 0 else []
+    return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *of_bias]
 
 
 def _backward(
@@ -302,11 +274,11 @@ def _backward(
     grad_out, lse2, delta, _ = rows
     slots, numbers = p.static.slots, p.numbers(x.seed)
     first, low = made is not None, made is not None and made[1].numel() > 0
-    dq, ds, drow, dtable = of_queries
+    dq, ds, drow, dband, ends = of_queries
     launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low)
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
-         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dtable),
+         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends),
         numbers,
     )  # fmt: skip
     dk, dv, dcol, ds = of_keys
@@ -328,7 +300,7 @@ def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tens
         return sums[..., :num_queries]
     batch, heads, count = sums.shape
     out = sums.new_empty(heads)
-    _helper(
+    helper(
         "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 8192}, (sums, given, out),
         (batch, heads, count, 0 if given.numel() == 1 else 1), warps=16,
     )  # fmt: skip
@@ -350,73 +322,11 @@ def _reduced(grad: Tensor, given: Tensor) -> Tensor:
 PART = 1024
 
 
-def _scoring(x: Tensor) -> dict[str, Any]:
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    # Blocks of float32 are twice as large.
-    block = 32 if x.dtype == torch.float32 else 64
-    return {"WIDTH": room(x.shape[-1]), "BM": 64, "BR": block, "PRECISION": precision}
-
-
-def score_columns(rows: Tensor, sided: bool) -> tuple[int, int]:
-    """How many columns a table of scores has, and from line to line, in multiples of 64 bytes."""
-    count = rows.shape[1] // 2 + 1 if sided else rows.shape[1]
-    return count, count + -count % 16
-
-
-def scores(x: Tensor, rows: Tensor, sided: bool) -> Tensor:
-    """<x_i, row_r> in float32 from the last row back, to the middle one or to the first.
-
-    x is [B, H, T, D], rows [1 or H, 2c + 1, D] and the table [B, H, T, c + 1 or 2c + 1].
-    """
-    x, rows = readable_rows(x), rows.contiguous()
-    batch, heads, length, width = x.shape
-    count, pitch = score_columns(rows, sided)
-    out = rows.new_empty(batch, heads, length, pitch)
-    constants = _scoring(x)
-    blocks = -(-pitch // constants["BR"])
-    _helper(
-        "scores", (-(-length // 64), batch * heads, blocks), constants, (x, rows, out),
-        (heads, length, count, pitch, rows.shape[1] - 1, width, *strides_of(x, batch),
-         _per_head(rows)),
-    )  # fmt: skip
-    return out[..., :count]
-
-
-def scores_backward(grad: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the rows; that of the table is as `like_table` made it."""
-    given, x, rows = rows, readable_rows(x), rows.contiguous()
-    batch, heads, length, width = x.shape
-    (count, pitch), total, parts = (
-        (grad.shape[-1], grad.stride(2)),
-        rows.shape[1],
-        -(-length // PART),
-    )
-    constants = _scoring(x)
-    dx = x.new_empty(x.shape)
-    half = x.dtype.itemsize == 2
-    _helper(
-        "scores_to_queries", (-(-length // 64), batch * heads, 1), constants | {"HALF": half},
-        (grad, rows, dx), (heads, length, count, pitch, total - 1, width, _per_head(rows)),
-    )  # fmt: skip
-    sums = rows.new_empty(batch, heads, parts, total, width)
-    _helper(
-        "scores_to_rows", (parts, batch * heads, -(-total // constants["BR"])),
-        constants | {"PART": PART}, (x, grad, sums),
-        (heads, length, count, pitch, total - 1, width, *strides_of(x, batch)),
-    )  # fmt: skip
-    drows = sums.sum((0, 2))
-    return dx, drows if given.shape[0] == heads else drows.sum(0, keepdim=True)
-
-
-def _per_head(rows: Tensor) -> int:
-    return 0 if rows.shape[0] == 1 else rows.stride(0)
-
-
 def steer(x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
     """1 / s_i^2, [B, H, T], for log s_i = log s + reach tanh(<x_i, w> / reach)."""
     batch, heads, length, width = x.shape
     out = w.new_empty(batch, heads, length)
-    _helper(
+    helper(
         "steer", (-(-length // 64), batch * heads, 1), {"WIDTH": room(width), "BM": 64, "BEND": bend},
         (x, w, log, out), (*_steering(x, w, log), reach),
     )  # fmt: skip
@@ -431,7 +341,7 @@ def steer_backward(
     parts = -(-length // PART)
     dx = x.new_empty(x.shape)
     dw, dlog = w.new_empty(batch, heads, parts, width), w.new_empty(batch, heads, parts)
-    _helper(
+    helper(
         "steer_backward", (parts, batch * heads, 1),
         {"WIDTH": room(width), "BM": 64, "PART": PART, "BEND": bend},
         (x, w, log, grad.contiguous(), dx, dw, dlog), (*_steering(x, w, log), reach),

@@ -1,7 +1,7 @@
 """Numbers per key and per query that the fused kernels read, each formed in one pass.
 
-Norms of distances, numbers as columns of a product, scores of a table's rows, and the bandwidths
-that queries steer, with their gradients. Sums over places are taken part by part, without atomics.
+Norms of distances, numbers as columns of a product, and the bandwidths that queries steer, with their
+gradients. Sums over places are taken part by part, without atomics.
 """
 
 import triton
@@ -50,100 +50,6 @@ def split_columns(COL, OUT, count, BM: tl.constexpr, FOR: tl.constexpr):
     """Numbers as columns, [count, COLUMNS], for scales of a mode."""
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     _split(tl.load(COL + n, mask=n < count, other=0.0), OUT, n, n < count, FOR)
-
-
-@triton.jit
-def _halves(x, dtype: tl.constexpr):
-    """x as the sum of two of this dtype; float32 as it is, and zero."""
-    high = x.to(dtype)
-    return high, (x - high.to(tl.float32)).to(dtype)
-
-
-@triton.jit
-def _from_last(r, count, last):
-    """The row for column r: the table runs from the last row back; past it, one that is not there."""
-    return tl.where(r < count, last - r, last + 1)
-
-
-@triton.jit
-def scores(
-    X, ROWS, OUT, num_heads, length, count, pitch, last, width, sxb, sxh, sxt, srh,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """<x_i, row_{last - r}> in float32 for columns r < count, [B, H, T, pitch]."""
-    bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    n = tl.program_id(0) * BM + tl.arange(0, BM)
-    r = tl.program_id(2) * BR + tl.arange(0, BR)
-    x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
-    of = _from_last(r, count, last)
-    rows = _rows(ROWS + h * srh, width, of, width, WIDTH, last + 1, True)
-    high, low = _halves(rows, x.dtype)
-    out = tl.dot(x, tl.trans(high), input_precision=PRECISION)
-    out = tl.dot(x, tl.trans(low), out, input_precision=PRECISION)
-    target = OUT + (bh.to(tl.int64) * length + n[:, None]) * pitch + r[None, :]
-    tl.store(target, out, mask=(n < length)[:, None] & (r < pitch)[None, :])
-
-
-@triton.jit
-def scores_to_queries(
-    GRAD, ROWS, DX, num_heads, length, count, pitch, last, width, srh,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
-    """sum_r dscore_ir row_{last - r}; what fills up a line of dscore is zero."""
-    bh = tl.program_id(1)
-    h = (bh % num_heads).to(tl.int64)
-    n = tl.program_id(0) * BM + tl.arange(0, BM)
-    acc = tl.zeros((BM, WIDTH), tl.float32)
-    line = bh.to(tl.int64) * length
-    for start in tl.range(0, pitch, BR):
-        r = start + tl.arange(0, BR)
-        mask = (n < length)[:, None] & (r < pitch)[None, :]
-        grad = tl.load(GRAD + (line + n[:, None]) * pitch + r[None, :], mask=mask, other=0.0)
-        of = _from_last(r, count, last)
-        rows = _rows(ROWS + h * srh, width, of, width, WIDTH, last + 1, True)
-        if HALF:
-            gh, gl = _halves(grad, tl.bfloat16)
-            rh, rl = _halves(rows, tl.bfloat16)
-            acc = tl.dot(gh, rh, acc)
-            acc = tl.dot(gh, rl, acc)
-            acc = tl.dot(gl, rh, acc)
-        else:
-            acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
-    e = tl.arange(0, WIDTH)
-    target = DX + (line + n[:, None]) * width + e[None, :]
-    mask = (n < length)[:, None] & (e < width)[None, :]
-    tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def scores_to_rows(
-    X, GRAD, DROWS, num_heads, length, count, pitch, last, width, sxb, sxh, sxt,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PART: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """sum_i dscore_ir x_i over a part of the places, [B H, parts, last + 1, width]."""
-    bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    r = tl.program_id(2) * BR + tl.arange(0, BR)
-    acc = tl.zeros((BR, WIDTH), tl.float32)
-    line = bh.to(tl.int64) * length
-    first = tl.program_id(0) * PART
-    # Rows without a column have no gradient.
-    stop = tl.where(tl.program_id(2) * BR < count, tl.minimum(first + PART, length), first)
-    for start in tl.range(first, stop, BM):
-        n = start + tl.arange(0, BM)
-        mask = (r < pitch)[:, None] & (n < length)[None, :]
-        grad = tl.load(GRAD + (line + n[None, :]) * pitch + r[:, None], mask=mask, other=0.0)
-        x = _rows(X + b * sxb + h * sxh, sxt, n, width, WIDTH, length, True)
-        high, low = _halves(grad, x.dtype)
-        acc = tl.dot(high, x, acc, input_precision=PRECISION)
-        acc = tl.dot(low, x, acc, input_precision=PRECISION)
-    e = tl.arange(0, WIDTH)
-    parts = bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    target = DROWS + (parts * (last + 1) + last - r[:, None]) * width + e[None, :]
-    tl.store(target, acc, mask=(r <= last)[:, None] & (e < width)[None, :])
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class Static(NamedTuple):
     trains: bool
     first: int
     tokens: bool  # outputs and gradients lie token by token, [B, T, H, D] in memory
+    clip: int  # how far a table reaches each way; -1 without one
     shape: tuple[int, int, int]  # batch, heads, queries
 
     def text(self) -> str:
@@ -67,7 +68,7 @@ class Static(NamedTuple):
 
     def sizes(self) -> list[int]:
         """The rest: a compiled graph may leave these open."""
-        return [self.first, int(self.tokens), *self.shape]
+        return [self.first, int(self.tokens), self.clip, *self.shape]
 
     @property
     def precise(self) -> bool:
@@ -77,16 +78,31 @@ class Static(NamedTuple):
 
 def parse(text: str, sizes: list[int]) -> Static:
     """What `text` and `sizes` said."""
-    first, tokens, batch, heads, num_queries = sizes
+    first, tokens, clip, batch, heads, num_queries = sizes
     slots, filter, simple, dropout_p, trains = _parsed(text)
     shape = (batch, heads, num_queries)
-    return Static(slots, filter, simple, dropout_p, trains, first, bool(tokens), shape)
+    return Static(slots, filter, simple, dropout_p, trains, first, bool(tokens), clip, shape)
 
 
 @lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
     slots, *rest = ast.literal_eval(text)
     return tuple(Slot(*slot) for slot in slots), *rest
+
+
+class Bias(NamedTuple):
+    """What is added to the logarithms of the weights; one of the two, or nothing."""
+
+    table: Tensor | None = None  # [B or 1, H, Q, 2c + 1]
+    asking: Tensor | None = None  # [B, H, Q, D]
+    rows: Tensor | None = None  # [1 or H, 2c + 1, D]
+
+    @property
+    def clip(self) -> int:
+        """How far it reaches each way; -1 for nothing."""
+        if self.rows is not None:
+            return self.rows.shape[1] // 2
+        return -1 if self.table is None else self.table.shape[-1] // 2
 
 
 @dataclass(frozen=True)
@@ -99,39 +115,27 @@ class Inputs:
     scale: list[Tensor]
     row: list[Tensor]
     col: list[Tensor]
-    table: Tensor | None
+    bias: Bias
     lengths: Tensor | None
     ids: Tensor | None
     seed: Tensor | None
 
     @classmethod
     def of(
-        cls, tensors: tuple[Tensor, ...], table: Tensor | None, lengths: Tensor | None,
-        ids: Tensor | None, seed: Tensor | None,
+        cls, tensors: tuple[Tensor, ...], bias: Bias, lengths: Tensor | None, ids: Tensor | None,
+        seed: Tensor | None,
     ) -> Inputs:  # fmt: skip
         """From q, k, v, scale, row and col one after the other."""
         n = len(tensors) // 5
         q, k, rest = tensors[:n], tensors[n : 2 * n], tensors[2 * n + 1 :]
         scale, row, col = (list(rest[m * n : (m + 1) * n]) for m in range(3))
-        return cls(list(q), list(k), tensors[2 * n], scale, row, col, table, lengths, ids, seed)
+        return cls(list(q), list(k), tensors[2 * n], scale, row, col, bias, lengths, ids, seed)
 
     def readable(self) -> Inputs:
         """With features side by side in memory, and the small tensors contiguous."""
         q, k = [readable_rows(x) for x in self.q], [readable_rows(x) for x in self.k]
         scale, row = ([x.contiguous() for x in xs] for xs in (self.scale, self.row))
-        table = None if self.table is None else readable_rows(self.table)
-        return Inputs(
-            q,
-            k,
-            readable_rows(self.v),
-            scale,
-            row,
-            self.col,
-            table,
-            self.lengths,
-            self.ids,
-            self.seed,
-        )
+        return replace(self, q=q, k=k, v=readable_rows(self.v), scale=scale, row=row)
 
 
 class Numbers(NamedTuple):
@@ -142,6 +146,7 @@ class Numbers(NamedTuple):
     row0: Tensor
     row1: Tensor
     columns: Tensor  # the first slot's numbers per key as columns of a product, or as they are
+    band: Tensor  # what a table says of the pairs within its reach, or empty
 
 
 @dataclass(eq=False)
@@ -187,8 +192,7 @@ class Plan:
     num_keys: int
     constants: dict[str, Any]
     spread: bool  # numbers per key are columns, in place of the second slot's keys
-    pitch: int  # of the table's gradient
-    aligned: tuple[bool, ...]  # whether the copy engine can read the two q, the two k, and v
+    aligned: tuple[bool, ...]  # whether the copy engine can read the two q, the two k, v, a band
     launches: dict[Any, Launch] = field(default_factory=dict)
 
     def numbers(self, seed: Tensor | None) -> tuple[int | float, ...]:
@@ -206,10 +210,10 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
     """The plan of a call; those with the same shapes share one."""
     read = (*x.q, *x.k, x.v, ready.columns, ready.col0, ready.col1)
-    options = [y for y in (x.table, x.lengths, x.ids) if y is not None]
+    options = [y for y in (ready.band, x.lengths, x.ids) if y is not None]
     key = (
         static, x.v.dtype, x.v.device, *(y.shape for y in read), *(y.stride() for y in read),
-        x.table is None, x.lengths is None, *((y.dtype, y.shape, y.stride()) for y in options),
+        x.lengths is None, *((y.dtype, y.shape, y.stride()) for y in options),
         *(y.numel() for y in x.scale),
         # Triton, and the copy engine, tell apart what begins at a multiple of 16 bytes.
         *(y.data_ptr() % 16 for y in (*read, *x.scale, *x.row, *options)),
@@ -225,7 +229,7 @@ def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
 def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     slots = static.slots
     batch, heads, _ = static.shape
-    c0, c1, row0, row1, columns = ready
+    c0, c1, row0, row1, columns, band = ready
     two, spread = len(slots) == 2, columns.dim() == 4
     q0, q1, k0, k1, v = x.q[0], x.q[-1], x.k[0], columns if spread else x.k[-1], x.v
     widths = (q0.shape[-1], q1.shape[-1], v.shape[-1])
@@ -234,10 +238,10 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     strides += [s for y in (c0, c1) for s in strides_of(y, batch)[:2]]
     strides.append(0 if x.ids is None or x.ids.shape[0] == 1 else x.ids.stride(0))
     strides += [0 if y.numel() == 1 else 1 for y in (x.scale[0], x.scale[-1])]
-    strides += (0, 0, 0) if x.table is None else x.table.stride()[:3]
+    strides += [*strides_of(band, batch)[:2], band.shape[-1]]
     strides += [heads, *(heads // y.shape[1] for y in (k0, k1, v))]
     strides += [heads // y.shape[1] if y.dim() == 3 else 1 for y in (c0, c1)]
-    form, same = _form(static, x.table is not None, v.dtype)
+    form, same = _form(static, v.dtype)
     constants = {
         "E0": e0,
         "E1": e1 if two else 0,
@@ -254,7 +258,7 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
         "HAS_COL1": two and c1.numel() > 0,
         "HAS_ROW0": row0.numel() > 0,
         "HAS_ROW1": two and row1.numel() > 0,
-        "CLIP": -1 if x.table is None else reach_of(static, x.table),
+        "CLIP": static.clip,
         "SIDED": one_sided(static.filter),
         "FILTER": static.filter,
         "SIMPLE": static.simple,
@@ -264,12 +268,10 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
         "DROPOUT": static.dropout_p > 0.0,
         "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
     }
-    aligned = tuple(copies(y) for y in (q0, q1, k0, k1, v))
-    pitch = 0 if x.table is None else pitch_of(x.table)
+    aligned = tuple(copies(y) for y in (q0, q1, k0, k1, v, band))
     return Plan(
-        static, v.device, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, pitch,
-        aligned,
-    )  # fmt: skip
+        static, v.device, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, aligned
+    )
 
 
 def one_sided(filter: tuple[tuple[int, ...], ...]) -> bool:
@@ -277,26 +279,10 @@ def one_sided(filter: tuple[tuple[int, ...], ...]) -> bool:
     return all(clause[0] for clause in filter)
 
 
-def reach_of(static: Static, table: Tensor) -> int:
-    """c of a table for clip(j - i, -c, c); one-sided, it ends with distance 0."""
-    columns = table.shape[-1]
-    return columns - 1 if one_sided(static.filter) else (columns - 1) // 2
-
-
-def pitch_of(table: Tensor) -> int:
-    """From row to row of a table that has one for every query."""
-    return max(table.stride(2), table.shape[-1])
-
-
-def like_table(table: Tensor) -> Tensor:
-    """Zeros for the gradient of a table."""
-    shape, pitch = table.shape, pitch_of(table)
-    return table.new_zeros(*shape[:3], pitch)[..., : shape[3]]
-
-
-def _form(static: Static, table: bool, dtype: torch.dtype) -> tuple[int, bool]:
+def _form(static: Static, dtype: torch.dtype) -> tuple[int, bool]:
     """How the weights are formed, and whether two slots are parts of one dot product."""
     first, *others = static.slots
+    table = static.clip >= 0
     same = bool(others) and all(
         s.link == 0 and s.mode == 0 and s.number == first.number and not s.norm
         for s in static.slots
@@ -355,7 +341,7 @@ def by_tokens(x: Tensor) -> bool:
 
 def copies(x: Tensor) -> bool:
     """Whether the copy engine can read x: on Hopper and later, in multiples of 16 bytes."""
-    if not (INTERPRETED or _hopper(x.device)) or x.data_ptr() % 16:
+    if not (INTERPRETED or _hopper(x.device)) or x.data_ptr() % 16 or x.dim() != 4:
         return False
     size = x.dtype.itemsize
     strides = zip(x.stride()[:3], x.shape[:3], strict=True)
@@ -394,27 +380,27 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-# Keys beyond a table's reach get launches of their own where there are this many times its reach:
-# faster at 32 times and at 128 on an H200.
-CUT = 32
-
-
-def cut_at_reach(
-    static: Static, table: Tensor | None, num_keys: int
-) -> tuple[Static, Static] | None:
-    """The same call within a table's reach, and beyond it; None if one launch does both.
+def cut_at_reach(static: Static, num_keys: int) -> list[Static]:
+    """The same call within a table's reach, and beyond it where a causal filter shows that.
 
     Beyond it there is no table but a shift of log_mass: plain kernels do the most of the work.
     """
-    if table is None or len(static.filter) != 1 or not static.simple:
-        return None
-    (clause,), clip = static.filter, reach_of(static, table)
-    causal, left, right, *middle, gap = clause
-    plain = len(static.slots) == 1 and static.slots[0].link == 0
-    if not (plain and causal and num_keys >= CUT * clip) or 0 <= left < clip or gap:
-        return None
+    clip = static.clip
+    if clip < 0 or len(static.filter) != 1 or not static.simple:
+        return [static]
+    ((causal, left, right, *middle, gap),) = static.filter
+    if not causal or 0 <= left < clip or gap:
+        return [static]
     near = static._replace(filter=((causal, clip - 1, right, *middle, gap),))
-    return near, static._replace(filter=((causal, left, right, *middle, clip),))
+    if num_keys <= clip:
+        return [near]
+    plain = len(static.slots) == 1 and static.slots[0].link == 0
+    if not plain or static.shape[2] <= SPLIT_QUERIES:
+        return [static]
+    return [near, static._replace(filter=((causal, left, right, *middle, clip),), clip=-1)]
+
+
+POINTERS, TILES = 64, True
 
 
 def launch_of(
@@ -434,7 +420,7 @@ def launch_of(
     bm, bn = sizes.queries, sizes.keys
     slots = p.static.slots
     two = len(slots) == 2
-    q0, q1, k0, k1, v = p.aligned
+    q0, q1, k0, k1, v, band = p.aligned
     spread = p.spread and (kind, bucket_of(p)) in SPREADS
     flags: dict[str, Any] = {"BM": bm, "BN": bn}
     if kind == "forward":
@@ -450,7 +436,7 @@ def launch_of(
         if kind == "queries":
             kernel = triton_backward.backward_queries
             flags["SPREAD"] = spread
-            flags |= {"CUT": cut, "HAS_LSE": lse, "PITCH": p.pitch, "FIRST": not add}
+            flags |= {"CUT": cut, "HAS_LSE": lse, "FIRST": not add}
             flags["HAS_LOW"] = low
         flags["ADD"] = add
     if kind == "keys":
@@ -458,8 +444,9 @@ def launch_of(
     else:
         flags["TMA"] = k0 and v and (k1 or not (two or spread))
     flags["TOKENS"] = p.static.tokens
+    flags["TILED"] = p.static.clip >= 0 and band and TILES
     # Beside a table by pointers the copy engine's barriers cost more than they save.
-    flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or bucket_of(p) > 64)
+    flags["TMA"] = flags["TMA"] and (p.constants["CLIP"] < 0 or bucket_of(p) > POINTERS)
     # What has more to do needs all the registers there are.
     lean = flags["TMA"] or p.constants["CLIP"] >= 0
     lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32
@@ -475,3 +462,25 @@ def launch_of(
         options["maxnreg"] = sizes.registers
     found = p.launches[key] = Launch(kernel, (blocks, batch * heads, parts), constants, options)
     return found
+
+
+_helpers: dict[tuple[Any, ...], Launch] = {}
+
+
+def helper(
+    name: str, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
+    numbers: tuple[int | float, ...], warps: int = 4,
+) -> None:  # fmt: skip
+    """Start one of the small kernels."""
+    kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
+    key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
+    found = _helpers.get(key)
+    if found is None:
+        from . import triton_bands, triton_kernels, triton_numbers
+
+        if len(_helpers) > 4096:
+            _helpers.clear()
+        homes = (triton_numbers, triton_bands, triton_kernels)
+        kernel = next(getattr(home, name) for home in homes if hasattr(home, name))
+        found = _helpers[key] = Launch(kernel, grid, constants, {"num_warps": warps})
+    found(tensors, numbers)

@@ -123,10 +123,15 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
     bucket = bucket_of(p)
     if kind == "split":
         return SPLITS.get(bucket, Sizes(SPLIT_QUERIES, 32, 4, 2))
-    for name in (needs, *FALLBACKS.get(needs, ("link",))):
-        if (kind, bucket, name) in SIZES:
-            return SIZES[kind, bucket, name]
-    return Sizes(16, 16, 4, 1)
+    names = (needs, *FALLBACKS.get(needs, ("link",)))
+    found = next(
+        (SIZES[kind, bucket, name] for name in names if (kind, bucket, name) in SIZES), None
+    )
+    sizes = found or Sizes(16, 16, 4, 1)
+    if c["CLIP"] >= 0:
+        # No larger than the granules of a band.
+        sizes = sizes._replace(queries=min(sizes.queries, 64), keys=min(sizes.keys, 64))
+    return sizes
 
 
 def bytes_of(kind: str, sizes: Sizes, p: Plan) -> int:
@@ -138,7 +143,7 @@ def bytes_of(kind: str, sizes: Sizes, p: Plan) -> int:
         own, streamed = streamed, own
     kept = own * (width if kind == "forward" else width + wide) * size
     columns = 32 * streamed if p.spread else 0
-    bias = 4 * own * streamed if c["CLIP"] >= 0 else 0
+    bias = size * own * streamed if c["CLIP"] >= 0 else 0
     # And barriers, and numbers per key or query.
     return kept + sizes.stages * (streamed * (width + wide) * size + columns + bias) + 2048
 
