@@ -222,7 +222,13 @@ def test_a_band_has_what_its_table_has(clip, filter):
             bias = bias * mc.Lookup(torch.zeros(3, 16, device=DEVICE))
         for backend in ("triton", "reference"):
             out, mass = mc.smooth(
-                mc.Exponential() * bias, q, k, v, filter=filter, backend=backend, return_log_mass=True
+                mc.Exponential() * bias,
+                q,
+                k,
+                v,
+                filter=filter,
+                backend=backend,
+                return_log_mass=True,
             )
             grads = torch.autograd.grad((out * g).sum() + mass.sum(), given)
             results.append((out, mass, *grads))

@@ -23,6 +23,8 @@ from .triton_plan import (
 
 # Queries whose bands begin with the same key; blocks of pairs are no larger.
 GRANULE = 64
+# How far the queries of a program are apart.
+EVERY = 8
 
 
 def width_of(clip: int, sided: bool, num_keys: int) -> int:
@@ -58,26 +60,39 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     batch, heads, num_queries, width = shape
     band = v.new_empty(shape, dtype=dtype_of(v.dtype))
     x, rows = bias.asking, bias.rows
-    scored = x is not None and rows is not None
-    constants = {
-        "CLIP": static.clip, "SIDED": one_sided(static.filter), "SCORED": scored,
-        "WIDTH": 16, "BM": GRANULE, "BR": 64, "PRECISION": "tf32",
+    constants: dict[str, Any] = {
+        "CLIP": static.clip, "SIDED": one_sided(static.filter), "SCORED": rows is not None,
+        "WIDTH": 16, "BM": 64, "BR": 64, "PRECISION": "tf32",
     }  # fmt: skip
-    size, strides = 0, [0] * 7
+    size, rest_of, strides = 0, 0, [0] * 7
     table = v
     if x is not None and rows is not None:
-        x, rows, size = readable_rows(x), rows.contiguous(), rows.shape[-1]
+        rest_of, per_head = rows.numel(), _per_head(rows.contiguous())
+        x, rows, size = readable_rows(x), halves(rows, x.dtype), rows.shape[-1]
         constants |= _product(x)
-        strides[:4] = [*strides_of(x, batch), _per_head(rows)]
+        if static.clip > 1024 and x.dtype.itemsize == 2:
+            constants["BR"] = 128
+        strides[:4] = [*strides_of(x, batch), per_head]
     elif bias.table is not None:
         table = readable_rows(bias.table)
         strides[4:] = table.stride()[:3]
     helper(
-        "spread", (-(-num_queries // GRANULE), batch * heads, 1), constants,
+        "spread", (_programs(num_queries, constants), batch * heads, 1), constants,
         (v if x is None else x, v if rows is None else rows, table, band),
-        (heads, num_queries, num_keys, width, size, *strides),
+        (heads, num_queries, num_keys, width, size, rest_of, *strides),
     )  # fmt: skip
     return band
+
+
+def halves(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows in a dtype, and behind them what rounding took from them."""
+    rows = rows.contiguous()
+    if dtype == rows.dtype:
+        return rows
+    out = rows.new_empty(2, *rows.shape, dtype=dtype)
+    count = rows.numel()
+    helper("halves", (-(-count // 1024), 1, 1), {"BM": 1024}, (rows, out), (count,))
+    return out
 
 
 def empty_gradient(band: Tensor, static: Static, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,9 +125,10 @@ def gradients(grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tenso
     lengths = (num_queries, num_keys, width)
     if bias.table is not None:
         dtable = ends.new_empty(batch, heads, num_queries, 2 * clip + 1)
+        mine = common | {"BM": 16, "BR": 64}
         helper(
-            "band_to_table", (-(-num_queries // 16), batch * heads, -(-(2 * clip + 1) // 64)),
-            common | {"BM": 16, "BR": 64}, (dband, ends, dtable), lengths,
+            "band_to_table", (_programs(num_queries, mine), batch * heads, clip // 32 + 2), mine,
+            (dband, ends, dtable), lengths,
         )  # fmt: skip
         return [dtable if bias.table.shape[0] == batch else dtable.sum(0, keepdim=True)]
     assert bias.asking is not None
@@ -123,22 +139,20 @@ def gradients(grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tenso
     constants = common | _product(x)
     dx = x.new_empty(x.shape)
     helper(
-        "band_to_queries", (-(-num_queries // GRANULE), batch * heads, 1),
-        constants | {"BM": GRANULE}, (dband, ends, rows, dx),
-        (heads, *lengths, size, _per_head(rows)),
+        "band_to_queries", (_programs(num_queries, constants), batch * heads, 1), constants,
+        (dband, ends, rows.to(x.dtype), dx), (heads, *lengths, size, _per_head(rows)),
     )  # fmt: skip
-    blocks = -(-count // constants["BR"])
+    # Up to seven distances more, for the sake of alignment.
+    blocks = -(-(count + EVERY - 1) // constants["BR"])
     # As many parts as keep the device busy.
-    parts = 8 * processors(v.device) // (batch * heads * blocks)
-    part = _whole(-(-num_queries // min(max(parts, 1), -(-num_queries // 256))))
-    part += -part % GRANULE
-    parts = -(-num_queries // part)
-    sums = rows.new_empty(batch, heads, parts, count, size)
+    most = _programs(num_queries, constants) // EVERY
+    parts = min(max(8 * processors(v.device) // (EVERY * heads * blocks), 1), most)
+    sums = rows.new_empty(heads, EVERY * parts, count, size)
     helper(
-        "band_to_rows", (parts, batch * heads, blocks), constants | {"BM": GRANULE},
-        (x, dband, ends, sums), (heads, *lengths, size, count, part, *strides_of(x, batch)),
+        "band_to_rows", (EVERY * parts, heads, blocks), constants, (x, dband, ends, sums),
+        (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
     )  # fmt: skip
-    drows = sums.sum((0, 2))
+    drows = sums.sum(1)
     if bias.rows.shape[0] != heads:
         drows = drows.sum(0, keepdim=True)
     if count < total:
@@ -146,11 +160,16 @@ def gradients(grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tenso
     return [dx, drows]
 
 
+def _programs(num_queries: int, constants: dict[str, Any]) -> int:
+    """How many programs take BM queries each, EVERY apart."""
+    return EVERY * -(-num_queries // (EVERY * constants["BM"]))
+
+
 def _product(x: Tensor) -> dict[str, Any]:
     """How blocks of queries and rows are multiplied; those of float32 are twice as large."""
     wide = x.dtype == torch.float32
     return {
-        "WIDTH": room(x.shape[-1]), "BR": 32 if wide else 64,
+        "WIDTH": room(x.shape[-1]), "BM": 64, "BR": 32 if wide else 64,
         "PRECISION": "ieee" if wide else "tf32",
     }  # fmt: skip
 

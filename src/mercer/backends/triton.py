@@ -34,7 +34,7 @@ from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_WIDTH = 256
-MAX_DISTANCES = 4097
+MAX_DISTANCES = 16385
 LINKS: dict[type, int] = {Power: 1, Rational: 2, Matern12: 3, Matern32: 4, Matern52: 5}
 
 

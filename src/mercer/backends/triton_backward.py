@@ -520,14 +520,16 @@ def _queries_span(
                 inner += tl.sum(dlog, 1)
             # Every pair in a band has its own place: a store, no sum. What is not within reach is
             # read by nobody.
-            c = j[None, :] - begin
-            owned = (n[:, None] < num_queries) & (c < width)
-            if BIAS == PAIRS:
-                owned = owned & (c >= 0)
             if not SIDED:
                 earlier += tl.sum(tl.where(after >= CLIP, dlog, 0.0), 1)
-            at = dband + n[:, None].to(tl.int64) * width + c
-            tl.store(at, dlog.to(dband.dtype.element_ty), mask=owned)
+            dlog = dlog.to(kb0.dtype)
+            if TILED:
+                at = [b.to(tl.int32), h.to(tl.int32), first_query, first_key - begin]
+                dband.store(at, dlog.reshape(1, 1, BM, BN))
+            else:
+                c = j[None, :] - begin
+                owned = (n[:, None] < num_queries) & (c >= 0) & (c < width)
+                tl.store(dband + n[:, None].to(tl.int64) * width + c, dlog, mask=owned)
     return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs
 
 
@@ -642,7 +644,8 @@ def backward_queries(
     far = none
     if CLIP >= 0:
         band = BAND + b * stb + h * sth
-        dband = DBAND + line * width
+        if not TILED:
+            dband = DBAND + line * width
         begin = tl.multiple_of(_band_start(block * BM, place, num_keys, width, CLIP), 16)
         far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
     # The scale of a link has a gradient in which large sums cancel. Weights were rounded for O, so

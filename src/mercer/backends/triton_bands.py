@@ -2,8 +2,9 @@
 
 A table has a number for every query and distance; a band has the same by query and key, to the base
 2, so that the fused kernels read blocks of pairs as blocks of memory (`_band_start` says where a line
-begins). Here distances are `after` = j - i: they run as memory does. Sums over places are taken part
-by part, without atomics.
+begins). Here distances are `after` = j - i: they run as memory does, but each query's begin one place
+after those of the query before. So a program takes every eighth query: what it reads or writes then
+begins at multiples of 16 bytes in all lines. Sums over places are taken part by part, without atomics.
 """
 
 import triton
@@ -11,12 +12,18 @@ import triton.language as tl
 
 from .triton_kernels import LOG2E, _band_start, _rows
 
+# Queries of a program are this far apart: as many half precision numbers as 16 bytes have.
+EVERY = tl.constexpr(8)
+
 
 @triton.jit
-def _halves(x, dtype: tl.constexpr):
-    """x as the sum of two of this dtype; float32 as it is, and zero."""
-    high = x.to(dtype)
-    return high, (x - high.to(tl.float32)).to(dtype)
+def halves(X, OUT, count, BM: tl.constexpr):
+    """float32 numbers as sums of two of half precision, [2, count]."""
+    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    x = tl.load(X + n, mask=n < count, other=0.0)
+    high = x.to(OUT.dtype.element_ty)
+    tl.store(OUT + n, high, mask=n < count)
+    tl.store(OUT + count + n, (x - high.to(tl.float32)).to(OUT.dtype.element_ty), mask=n < count)
 
 
 @triton.jit
@@ -26,71 +33,105 @@ def _row(after, CLIP: tl.constexpr):
 
 
 @triton.jit
+def _places(block, residue, BM: tl.constexpr):
+    """BM queries, EVERY apart."""
+    return (block * BM + tl.arange(0, BM)) * EVERY + residue
+
+
+@triton.jit
+def _aligned(first, residue, place):
+    """The last distance up to `first` at which the lines of such queries are aligned."""
+    return first - ((first + residue + place) & (EVERY - 1))
+
+
+@triton.jit
+def _columns(i, start, begin, width, BR: tl.constexpr):
+    """Columns of a band from distance `start` on, [queries, BR], and which there are, by eights."""
+    first = (i + start - begin) // EVERY * EVERY
+    e = tl.arange(0, BR)
+    eights = first[:, None] + (e // EVERY * EVERY)[None, :]
+    return first[:, None] + e[None, :], (eights >= 0) & (eights < width)
+
+
+@triton.jit
 def spread(
-    X, ROWS, TABLE, BAND, num_heads, num_queries, num_keys, width, size, sxb, sxh, sxt, srh, stb,
-    sth, stt,
+    X, ROWS, TABLE, BAND, num_heads, num_queries, num_keys, width, size, rest_of, sxb, sxh, sxt, srh,
+    stb, sth, stt,
     CLIP: tl.constexpr, SIDED: tl.constexpr, SCORED: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The band of a granule of queries: <x_i, row>, or what a table has, for every key."""
+    """The bands of some queries: <x_i, row>, or what a table has, for every key.
+
+    Of rows in half precision, what rounding took from them lies `rest_of` behind them.
+    """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     # Late blocks have the most to do: they start first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    n = block * BM + tl.arange(0, BM)
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
+    residue = tl.program_id(0) % EVERY
+    if block * BM * EVERY + residue >= num_queries:
+        return
+    n = _places(block, residue, BM)
     place = num_keys - num_queries
     i = n + place
-    begin = _band_start(block * BM, place, num_keys, width, CLIP)
-    line = BAND + (bh.to(tl.int64) * num_queries + n[:, None]) * width
+    inside = n < num_queries
+    begin = _band_start(n, place, num_keys, width, CLIP)
+    band = BAND + bh.to(tl.int64) * num_queries * width
     x = n
     if SCORED:
         x = _rows(X + b * sxb + h * sxh, sxt, n, size, WIDTH, num_queries, True)
-    # From the last query's first key to the first query's last.
-    first = begin - (block * BM + BM - 1 + place)
-    last = tl.minimum(begin + width, num_keys) - (block * BM + place)
-    if SIDED:
-        last = tl.minimum(last, 1)
+    early = block * BM * EVERY + place
+    late = tl.minimum(early + BM * EVERY, num_keys) - 1
+    first = _aligned(tl.maximum(1 - width, -late), residue, place)
+    last = 1 if SIDED else tl.minimum(width - tl.minimum(early, CLIP), num_keys - early)
     for start in tl.range(first, last, BR):
-        after = start + tl.arange(0, BR)
-        of = _row(after, CLIP)
+        of = _row(start + tl.arange(0, BR), CLIP)
         if SCORED:
             rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
-            high, low = _halves(rows, x.dtype)
-            out = tl.dot(x, tl.trans(high), input_precision=PRECISION)
+            out = tl.dot(x, tl.trans(rows), input_precision=PRECISION)
             if x.dtype != tl.float32:
-                out = tl.dot(x, tl.trans(low), out, input_precision=PRECISION)
+                rest = _rows(ROWS + rest_of + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
+                out = tl.dot(x, tl.trans(rest), out, input_precision=PRECISION)
         else:
             at = TABLE + b * stb + h * sth + n[:, None].to(tl.int64) * stt + of[None, :]
-            out = tl.load(at, mask=(n < num_queries)[:, None], other=0.0)
+            out = tl.load(at, mask=inside[:, None], other=0.0)
         out = out * LOG2E
         if BAND.dtype.element_ty == tl.float16:
             out = tl.maximum(out, -65504.0, propagate_nan=tl.PropagateNan.ALL)
             out = tl.minimum(out, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-        c = (i - begin)[:, None] + after[None, :]
-        mask = (n < num_queries)[:, None] & (c >= 0) & (c < width)
-        tl.store(line + c, out.to(BAND.dtype.element_ty), mask=mask)
+        c, there = _columns(i, start, begin, width, BR)
+        # From a head's first place on, 32 bits are enough.
+        at = band + (n[:, None] * width + c)
+        tl.store(at, out.to(BAND.dtype.element_ty), mask=there & inside[:, None])
 
 
 @triton.jit
 def _pulled(
-    DBAND, ENDS, line, other, n, after, place, num_queries, num_keys, width, CLIP: tl.constexpr,
-    SIDED: tl.constexpr,
+    DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP: tl.constexpr,
+    SIDED: tl.constexpr, BR: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a table's numbers, [queries, distances], its ends with all beyond them."""
-    i = n[:, None] + place
-    j = i + after[None, :]
-    inside = (n < num_queries)[:, None]
-    seen = inside & (j >= 0) & (j < num_keys) & (after > -CLIP)[None, :]
+    """The gradients of a table's numbers from distance `start` on, its ends with all beyond them.
+
+    Without MASK all these pairs are there, and none is an end.
+    """
+    i = n + place
+    inside = n < num_queries
+    c, there = _columns(i, start, _band_start(n, place, num_keys, width, CLIP), width, BR)
+    at = DBAND + line * width + (n[:, None] * width + c)
+    if not MASK:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    out = tl.load(at, mask=there & inside[:, None], other=0.0).to(tl.float32)
+    after = start + tl.arange(0, BR)
+    j = i[:, None] + after[None, :]
+    seen = (j >= 0) & (j < num_keys) & (after > -CLIP)[None, :]
     seen = seen & (after <= 0 if SIDED else after < CLIP)[None, :]
-    begin = _band_start(n, place, num_keys, width, CLIP)
-    at = DBAND + (line + n[:, None]) * width + (j - begin[:, None])
-    out = tl.load(at, mask=seen, other=0.0).to(tl.float32)
-    end = tl.load(ENDS + line + n, mask=n < num_queries, other=0.0)
+    out = tl.where(seen, out, 0.0)
+    end = tl.load(ENDS + line + n, mask=inside, other=0.0)
     out = tl.where((after == -CLIP)[None, :], end[:, None], out)
     if not SIDED:
-        end = tl.load(ENDS + other + line + n, mask=n < num_queries, other=0.0)
+        end = tl.load(ENDS + other + line + n, mask=inside, other=0.0)
         out = tl.where((after == CLIP)[None, :], end[:, None], out)
-    return out
+    return out.to(DBAND.dtype.element_ty)
 
 
 @triton.jit
@@ -102,61 +143,91 @@ def band_to_queries(
     """dx_i = sum over distances of dscore_i row."""
     bh = tl.program_id(1)
     h = (bh % num_heads).to(tl.int64)
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    n = block * BM + tl.arange(0, BM)
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
+    residue = tl.program_id(0) % EVERY
+    if block * BM * EVERY + residue >= num_queries:
+        return
+    n = _places(block, residue, BM)
     place = num_keys - num_queries
     line = bh.to(tl.int64) * num_queries
     other = tl.num_programs(1).to(tl.int64) * num_queries
     acc = tl.zeros((BM, WIDTH), tl.float32)
+    early = block * BM * EVERY + place
+    late = tl.minimum(early + BM * EVERY, num_keys) - 1
     # No key comes before the first.
-    first = tl.maximum(-CLIP, -(block * BM + BM - 1 + place))
-    for start in tl.range(first, 1 if SIDED else CLIP + 1, BR):
-        after = start + tl.arange(0, BR)
-        grad = _pulled(
-            DBAND, ENDS, line, other, n, after, place, num_queries, num_keys, width, CLIP, SIDED
-        )
-        rows = _rows(ROWS + h * srh, size, _row(after, CLIP), size, WIDTH, 2 * CLIP + 1, True)
-        high, low = _halves(rows, DX.dtype.element_ty)
-        grad = grad.to(DX.dtype.element_ty)
-        acc = tl.dot(grad, high, acc, input_precision=PRECISION)
-        if DX.dtype.element_ty != tl.float32:
-            acc = tl.dot(grad, low, acc, input_precision=PRECISION)
+    first = _aligned(tl.maximum(-CLIP, -late), residue, place)
+    last = 1 if SIDED else CLIP + 1
+    # From here to there all pairs are, and no ends.
+    sure = first + tl.cdiv(tl.maximum(1 - CLIP, -early) - first, BR) * BR
+    sure = tl.maximum(sure, first)
+    limit = 1 if SIDED else tl.minimum(CLIP, num_keys - late)
+    sure_stop = sure + tl.maximum(limit - sure, 0) // BR * BR
+    for span in tl.static_range(3):
+        if span == 0:
+            begin, end = first, tl.minimum(sure, last)
+        elif span == 1:
+            begin, end = sure, sure_stop
+        else:
+            begin, end = sure_stop, last
+        for start in tl.range(begin, end, BR):
+            grad = _pulled(
+                DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
+                BR, span != 1,
+            )  # fmt: skip
+            of = _row(start + tl.arange(0, BR), CLIP)
+            rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
+            acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
     e = tl.arange(0, WIDTH)
     mask = (n < num_queries)[:, None] & (e < size)[None, :]
-    tl.store(DX + (line + n[:, None]) * size + e[None, :], acc.to(DX.dtype.element_ty), mask=mask)
+    target = DX + (line + n[:, None]) * size + e[None, :]
+    tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def band_to_rows(
-    X, DBAND, ENDS, DROWS, num_heads, num_queries, num_keys, width, size, count, part, sxb, sxh, sxt,
+    X, DBAND, ENDS, DROWS, batch, num_heads, num_queries, num_keys, width, size, count, parts, sxb,
+    sxh, sxt,
     CLIP: tl.constexpr, SIDED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sum_i dscore_i x_i over a part of the places, [B H, parts, count, size], the last rows."""
-    bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    """sum_i dscore_i x_i over every eighth place of a part, [H, 8 parts, count, size], the last rows."""
+    h = tl.program_id(1).to(tl.int64)
+    residue, part = tl.program_id(0) % EVERY, tl.program_id(0) // EVERY
     place = num_keys - num_queries
-    after = tl.program_id(2) * BR - CLIP + tl.arange(0, BR)
-    latest = tl.program_id(2) * BR - CLIP + BR - 1
-    line = bh.to(tl.int64) * num_queries
-    other = tl.num_programs(1).to(tl.int64) * num_queries
+    # Near distances have the most to do: they start first.
+    start = _aligned(-CLIP, residue, place) + (tl.num_programs(2) - 1 - tl.program_id(2)) * BR
+    other = batch * tl.num_programs(1).to(tl.int64) * num_queries
     acc = tl.zeros((BR, WIDTH), tl.float32)
-    first = tl.program_id(0) * part
-    stop = tl.minimum(first + part, num_queries)
-    # Queries before the first key that far away have no share.
-    first = tl.maximum(first, (-latest - place) // BM * BM)
-    for start in tl.range(first, stop, BM):
-        n = start + tl.arange(0, BM)
-        grad = _pulled(
-            DBAND, ENDS, line, other, n, after, place, num_queries, num_keys, width, CLIP, SIDED
-        )
-        x = _rows(X + b * sxb + h * sxh, sxt, n, size, WIDTH, num_queries, True)
-        acc = tl.dot(tl.trans(grad.to(x.dtype)), x, acc, input_precision=PRECISION)
+    span_of: tl.constexpr = BM * EVERY
+    turns = tl.cdiv(tl.cdiv(num_queries, span_of), parts)
+    # Queries before the first key that far away have no share, and those after it no mask.
+    unseen = tl.maximum(-(start + BR - 1) - place, 0) // span_of
+    sure = tl.cdiv(tl.maximum(-start - place, 0), span_of)
+    first = tl.minimum(tl.cdiv(tl.maximum(unseen - part, 0), parts), turns)
+    sure = tl.minimum(tl.cdiv(tl.maximum(sure - part, 0), parts), turns)
+    if SIDED:
+        edge = (start <= -CLIP) | (start + BR - 1 > 0)
+    else:
+        # The last queries see no key that comes so much later.
+        edge = (start <= -CLIP) | (start + BR - 1 > 0) | (start + BR > CLIP)
+    sure = tl.where(edge, turns, sure)
+    for span in tl.static_range(2):
+        begin, end = (first, sure) if span == 0 else (sure, turns)
+        for turn in tl.range(batch * begin, batch * end):
+            b, block = (turn % batch).to(tl.int64), turn // batch * parts + part
+            line = (b * num_heads + h) * num_queries
+            n = _places(block, residue, BM)
+            grad = _pulled(
+                DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
+                BR, span == 0,
+            )  # fmt: skip
+            x = _rows(X + b * sxb + h * sxh, sxt, n, size, WIDTH, num_queries, True)
+            acc = tl.dot(tl.trans(grad), x, acc, input_precision=PRECISION)
     e = tl.arange(0, WIDTH)
-    row = count - 1 - (tl.program_id(2) * BR + tl.arange(0, BR))
-    parts = bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    target = DROWS + (parts * count + row[:, None]) * size + e[None, :]
-    tl.store(target, acc, mask=(row >= 0)[:, None] & (e < size)[None, :])
+    row = count - 1 - (start + CLIP + tl.arange(0, BR))
+    target = (h * tl.num_programs(0) + tl.program_id(0)) * count + row[:, None]
+    mask = ((row >= 0) & (row < count))[:, None] & (e < size)[None, :]
+    tl.store(DROWS + target * size + e[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -166,15 +237,29 @@ def band_to_table(
 ):  # fmt: skip
     """The gradient of a table, [B H, Q, 2c + 1]."""
     bh = tl.program_id(1)
-    n = tl.program_id(0) * BM + tl.arange(0, BM)
-    after = tl.program_id(2) * BR - CLIP + tl.arange(0, BR)
+    residue = tl.program_id(0) % EVERY
+    n = _places(tl.program_id(0) // EVERY, residue, BM)
+    place = num_keys - num_queries
     line = bh.to(tl.int64) * num_queries
     other = tl.num_programs(1).to(tl.int64) * num_queries
+    start = _aligned(-CLIP, residue, place) + tl.program_id(2) * BR
     out = _pulled(
-        DBAND, ENDS, line, other, n, after, num_keys - num_queries, num_queries, num_keys, width,
-        CLIP, SIDED,
-    )  # fmt: skip
-    if SIDED:
-        out = tl.where((after <= 0)[None, :], out, 0.0)
-    target = DTABLE + (line + n[:, None]) * (2 * CLIP + 1) + (CLIP - after)[None, :]
-    tl.store(target, out, mask=(n < num_queries)[:, None] & (after <= CLIP)[None, :])
+        DBAND,
+        ENDS,
+        line,
+        other,
+        n,
+        start,
+        place,
+        num_queries,
+        num_keys,
+        width,
+        CLIP,
+        SIDED,
+        BR,
+        True,
+    )
+    column = CLIP - (start + tl.arange(0, BR))
+    target = DTABLE + (line + n[:, None]) * (2 * CLIP + 1) + column[None, :]
+    there = (column >= 0) & (column <= 2 * CLIP)
+    tl.store(target, out, mask=(n < num_queries)[:, None] & there[None, :])

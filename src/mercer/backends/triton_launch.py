@@ -276,6 +276,9 @@ def _backward(
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
     launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low)
+    c = launch.constants
+    if c["TILED"]:
+        dband = describe(dband, c["BM"], c["BN"])
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
          dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends),
@@ -302,7 +305,7 @@ def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tens
     out = sums.new_empty(heads)
     helper(
         "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 8192}, (sums, given, out),
-        (batch, heads, count, 0 if given.numel() == 1 else 1), warps=16,
+        (batch, heads, count, 0 if given.numel() == 1 else 1), {"num_warps": 16},
     )  # fmt: skip
     return out if given.numel() > 1 else out.sum(0, keepdim=True)
 

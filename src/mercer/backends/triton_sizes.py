@@ -33,12 +33,14 @@ class Sizes(NamedTuple):
 SIZES: dict[tuple[str, int, str], Sizes] = {
     ("forward", 64, "plain"): Sizes(64, 64, 4, 3, 128, held=1),
     ("forward", 64, "link"): Sizes(64, 64, 4, 3),
-    ("forward", 64, "near"): Sizes(64, 64, 4, 1, 168),
+    ("forward", 64, "long"): Sizes(64, 64, 4, 3, 168),
+    ("forward", 64, "near"): Sizes(64, 64, 4, 2, 168),
     ("forward", 128, "plain"): Sizes(128, 128, 8, 3),
     ("forward", 128, "keyed"): Sizes(64, 64, 4, 3),
     ("forward", 128, "parts"): Sizes(64, 64, 4, 3, held=5),
     ("forward", 128, "link"): Sizes(128, 64, 8, 3),
-    ("forward", 128, "near"): Sizes(64, 32, 4, 2),
+    ("forward", 128, "table"): Sizes(64, 64, 4, 2),
+    ("forward", 128, "near"): Sizes(64, 32, 4, 2, 168),
     ("forward", 256, "plain"): Sizes(128, 64, 8, 3),
     ("forward", 256, "link"): Sizes(64, 32, 8, 3),
     ("forward", 512, "plain"): Sizes(64, 32, 8, 2),
@@ -46,14 +48,15 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
     ("keys", 64, "plain"): Sizes(64, 64, 4, 2, 168),
     ("keys", 64, "each"): Sizes(32, 64, 4, 3, 168),
     ("keys", 64, "link"): Sizes(64, 64, 4, 3),
-    ("keys", 64, "near"): Sizes(32, 64, 4, 1, 168),
+    ("keys", 64, "long"): Sizes(64, 64, 4, 2, 168),
+    ("keys", 64, "near"): Sizes(64, 64, 4, 1, 168),
     ("keys", 128, "plain"): Sizes(32, 64, 4, 3, held=1),
     ("keys", 128, "keyed"): Sizes(64, 64, 4, 2),
     ("keys", 128, "each"): Sizes(64, 64, 4, 2),
     ("keys", 128, "parts"): Sizes(64, 64, 4, 2),
-    ("keys", 128, "table"): Sizes(64, 64, 4, 2),
+    ("keys", 128, "table"): Sizes(32, 64, 4, 3),
     ("keys", 128, "link"): Sizes(32, 64, 4, 3),
-    ("keys", 128, "near"): Sizes(32, 64, 4, 1),
+    ("keys", 128, "near"): Sizes(32, 32, 4, 2),
     ("keys", 256, "parts"): Sizes(64, 64, 8, 2, held=1),
     ("keys", 256, "plain"): Sizes(32, 64, 8, 2),
     ("keys", 256, "link"): Sizes(32, 32, 8, 1),
@@ -61,12 +64,13 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
     ("keys", 512, "link"): Sizes(16, 32, 8, 1),
     ("queries", 64, "each"): Sizes(64, 64, 4, 3, 168),
     ("queries", 64, "link"): Sizes(64, 64, 4, 3),
+    ("queries", 64, "long"): Sizes(64, 64, 4, 3, 168),
     ("queries", 64, "table"): Sizes(64, 32, 4, 3),
-    ("queries", 64, "near"): Sizes(64, 32, 4, 1),
+    ("queries", 64, "near"): Sizes(64, 64, 4, 1, 168),
     ("queries", 128, "plain"): Sizes(64, 64, 4, 3, held=3),
     ("queries", 128, "parts"): Sizes(64, 64, 4, 3, held=7),
     ("queries", 128, "table"): Sizes(64, 32, 4, 3),
-    ("queries", 128, "near"): Sizes(64, 32, 4, 1),
+    ("queries", 128, "near"): Sizes(64, 32, 4, 3),
     ("queries", 128, "link"): Sizes(128, 64, 8, 3),
     ("queries", 256, "parts"): Sizes(128, 32, 8, 3, held=5),
     ("queries", 256, "plain"): Sizes(64, 32, 8, 3),
@@ -74,6 +78,8 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
     ("queries", 512, "plain"): Sizes(32, 32, 8, 1),
     ("queries", 512, "link"): Sizes(32, 16, 8, 1),
 }
+# A table that reaches this far has blocks enough for pipelining to pay.
+LONG = 256
 # Where numbers per key are columns of a product; elsewhere they are added to it.
 SPREADS = {("forward", 64), ("queries", 64), ("queries", 128)}
 # What needs more is tried in this order.
@@ -82,6 +88,7 @@ FALLBACKS = {
     "keyed": ("plain", "link"),
     "parts": ("plain", "link"),
     "near": ("table", "link"),
+    "long": ("table", "link"),
 }
 # Few queries against many keys, by parts of the keys; what is wide has no room for more.
 SPLIT_QUERIES = 16
@@ -117,7 +124,7 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
     linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
     needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
     if needs == "table" and all(0 <= clause[1] < c["CLIP"] for clause in c["FILTER"]):
-        needs = "near"
+        needs = "near" if c["CLIP"] < LONG else "long"
     if needs == "plain" and c["HAS_COL0"]:
         needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = bucket_of(p)

@@ -87,7 +87,7 @@ class Lookup(Positional):
 
 # More sinusoids than these are more features than a fused kernel takes. On these devices they
 # become scores of all distances then, where there are not more keys or scores than this.
-WIDE, DEVICES, MOST_KEYS, MOST_SCORES = 256, ("cuda",), 2048, 2**28
+WIDE, DEVICES, MOST_KEYS, MOST_SCORES = 256, ("cuda",), 8192, 2**30
 
 
 class RelativeSinusoid(Positional):
@@ -148,9 +148,10 @@ class RelativeSinusoid(Positional):
         if num_keys > MOST_KEYS or batch * heads * num_queries * num_keys > MOST_SCORES:
             return None
         wide = accumulator(x.dtype)
-        away = torch.arange(1 - num_keys, num_keys, device=x.device)[:, None]
+        # One more each way than there are: then no distance stands for those beyond it.
+        away = torch.arange(-num_keys, num_keys + 1, device=x.device)[:, None]
         angle = away * frequencies(self.weight.shape[-1], self.base, x.device)
-        waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(wide)  # [2K - 1, P]
+        waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(wide)  # [2K + 1, P]
         return Scored(q=x, rows=waves @ self.weight.to(wide).mT)
 
     def _asking(self, q: Input) -> Tensor:
