@@ -241,7 +241,7 @@ class Scored(Relative):
     """bias(i, j) = <q_i, rows[clip(i - j, -c, c) + c]>: a table that is formed when asked for."""
 
     q: Tensor  # [B, H, Q, D]
-    rows: Tensor  # [1 or H, 2c + 1, D], in the accumulator's dtype
+    rows: Tensor  # [1 or H, 2c + 1, D]
     _table: Tensor | None
 
     def __init__(self, *, q: Tensor, rows: Tensor) -> None:
@@ -250,7 +250,8 @@ class Scored(Relative):
     @property
     def table(self) -> Tensor:  # type: ignore[override]
         if self._table is None:
-            self._table = self.q.to(self.rows.dtype) @ self.rows.mT
+            wide = accumulator(self.rows.dtype)
+            self._table = self.q.to(wide) @ self.rows.to(wide).mT
         return self._table
 
     @property

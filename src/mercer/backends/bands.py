@@ -62,7 +62,8 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     x, rows = bias.asking, bias.rows
     constants: dict[str, Any] = {
         "CLIP": static.clip, "SIDED": one_sided(static.filter), "SCORED": rows is not None,
-        "WIDTH": 16, "BM": 64, "BR": 64, "PRECISION": "tf32",
+        "REST": rows is not None and rows.dtype != v.dtype, "WIDTH": 16, "BM": 64,
+        "BR": 64, "PRECISION": "tf32",
     }  # fmt: skip
     size, rest_of, strides = 0, 0, [0] * 7
     table = v
@@ -147,7 +148,7 @@ def gradients(grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tenso
     # As many parts as keep the device busy.
     most = _programs(num_queries, constants) // EVERY
     parts = min(max(8 * processors(v.device) // (EVERY * heads * blocks), 1), most)
-    sums = rows.new_empty(heads, EVERY * parts, count, size)
+    sums = ends.new_empty(heads, EVERY * parts, count, size)
     helper(
         "band_to_rows", (EVERY * parts, heads, blocks), constants, (x, dband, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
@@ -157,7 +158,7 @@ def gradients(grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tenso
         drows = drows.sum(0, keepdim=True)
     if count < total:
         drows = torch.cat([drows.new_zeros(drows.shape[0], total - count, size), drows], 1)
-    return [dx, drows]
+    return [dx, drows.to(bias.rows.dtype)]
 
 
 def _programs(num_queries: int, constants: dict[str, Any]) -> int:

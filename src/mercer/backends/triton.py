@@ -144,7 +144,8 @@ def _bias(task: Task, shape: tuple[int, int, int]) -> Bias:
         return Bias()
     if isinstance(bias, Scored) and bias.clip > 0:
         asking = bias.q.to(task.v.dtype).expand(task.batch, -1, -1, -1)
-        return Bias(asking=asking, rows=bias.rows.float())
+        rows = bias.rows if bias.rows.dtype == task.v.dtype else bias.rows.float()
+        return Bias(asking=asking, rows=rows)
     table = _at_least_one(bias.table.float())
     return Bias(table=table.expand(-1, *shape[1:], -1))
 

@@ -57,12 +57,12 @@ def _columns(i, start, begin, width, BR: tl.constexpr):
 def spread(
     X, ROWS, TABLE, BAND, num_heads, num_queries, num_keys, width, size, rest_of, sxb, sxh, sxt, srh,
     stb, sth, stt,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, SCORED: tl.constexpr, WIDTH: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, SCORED: tl.constexpr, REST: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The bands of some queries: <x_i, row>, or what a table has, for every key.
 
-    Of rows in half precision, what rounding took from them lies `rest_of` behind them.
+    REST: what rounding took from the rows lies `rest_of` behind them.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -89,7 +89,7 @@ def spread(
         if SCORED:
             rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
             out = tl.dot(x, tl.trans(rows), input_precision=PRECISION)
-            if x.dtype != tl.float32:
+            if REST:
                 rest = _rows(ROWS + rest_of + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
                 out = tl.dot(x, tl.trans(rest), out, input_precision=PRECISION)
         else:

@@ -325,7 +325,7 @@ def _band_block(
         c = column + tl.arange(0, BN)[None, :]
         at = band + n[:, None].to(tl.int64) * width + c
         out = tl.load(at, mask=(n < num_queries)[:, None] & (c < width), other=0.0)
-    return out.to(tl.float32)
+    return out
 
 
 @triton.jit
@@ -333,7 +333,7 @@ def _band_at(band, n, j, num_queries, width, start):
     """The same pair by pair; beyond the band it goes on as it ends."""
     c = tl.minimum(tl.maximum(j - start, 0), width - 1)
     at = band + n.to(tl.int64) * width + c
-    return tl.load(at, mask=(n < num_queries) & (c >= 0), other=0.0).to(tl.float32)
+    return tl.load(at, mask=(n < num_queries) & (c >= 0), other=0.0)
 
 
 @triton.jit

@@ -380,9 +380,9 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-# Keys beyond a table's reach get launches of their own where there are this many times its reach: on
-# an H200 faster at 128 times, slower at 32.
-CUT = 64
+# Keys beyond a table's reach get launches of their own where there are so many keys, and so many times
+# its reach: on an H200 faster at 8192 keys and 128 times, slower at 2048 and 32, and at 1024 and 64.
+CUT, MANY_KEYS = 64, 8192
 
 
 def cut_at_reach(static: Static, num_keys: int) -> list[Static]:
@@ -400,7 +400,7 @@ def cut_at_reach(static: Static, num_keys: int) -> list[Static]:
     if num_keys <= clip:
         return [near]
     plain = len(static.slots) == 1 and static.slots[0].link == 0
-    if not plain or static.shape[2] <= SPLIT_QUERIES or num_keys < CUT * clip:
+    if not plain or static.shape[2] <= SPLIT_QUERIES or num_keys < max(MANY_KEYS, CUT * clip):
         return [static]
     return [near, static._replace(filter=((causal, left, right, *middle, clip),), clip=-1)]
 
