@@ -239,6 +239,29 @@ def test_a_band_has_what_its_table_has(clip, filter):
             assert (x - y).abs().max() <= 2e-5 * (1 + y.abs().max())
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(queries=90, keys=90), Shape(queries=40, keys=150, kv_heads=1), Shape(queries=9, keys=9)],
+    ids=repr,
+)
+def test_pairs_that_are_stored_need_no_pass_over_queries(shape, monkeypatch):
+    """Where a band has all pairs, the pass over keys leaves their gradients there."""
+    monkeypatch.setattr(triton_plan, "STORED", 1)
+    ran = []
+    start = triton_plan.Launch.__call__
+
+    def call(self, *rest):
+        ran.append(self.kernel.__name__)
+        start(self, *rest)
+
+    monkeypatch.setattr(triton_plan.Launch, "__call__", call)
+    rows = torch.randn(HEADS, 2 * 150 + 1, DIM, generator=torch.Generator().manual_seed(3))
+    for filter in (mc.Causal(), mc.Memory(200)):
+        compare(mc.Exponential() * mc.Lookup(rows), filter, shape)
+    assert "stored_to_queries" in ran
+    assert "backward_queries" not in ran
+
+
 @pytest.mark.skipif(INTERPRETED, reason="float32, all that the interpreter has, holds nothing")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["exponential", "rbf-per-head", "eq-9"])

@@ -18,6 +18,7 @@ from .triton_plan import (
     processors,
     readable_rows,
     room,
+    sees_all,
     strides_of,
 )
 
@@ -96,28 +97,27 @@ def halves(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def empty_gradient(band: Tensor, static: Static, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def empty_gradient(band: Tensor, static: Static, v: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the gradient of a band, by batch, and for that of a table's ends."""
     batch, heads, num_queries = static.shape
     shape = (batch, heads, num_queries, band.shape[-1])
     sided = one_sided(static.filter)
     # A causal pass visits all that is read again; others leave gaps.
-    whole = sided and static.simple and all(_all_seen(c, static) for c in static.filter)
+    whole = sided and static.simple
+    whole = whole and all(sees_all(c, static, v.shape[2]) for c in static.filter)
     make = band.new_empty if whole else band.new_zeros
     ends = band.new_empty(1 if sided else 2, *static.shape, dtype=torch.float32)
-    return make(shape, dtype=dtype), ends
+    return make(shape, dtype=v.dtype), ends
 
 
-def _all_seen(clause: tuple[int, ...], static: Static) -> bool:
-    """Whether a query sees all keys before it that are within reach."""
-    causal, left, right, memory, *others = clause
-    near = left < 0 or left >= static.clip - 1
-    old = memory < 0 or static.first <= memory
-    return bool(causal) and near and old and right < 0 and not any(others)
+def gradients(
+    grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tensor,
+    stored: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Those of the table, or of the queries and the rows.
 
-
-def gradients(grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tensor) -> list[Tensor]:
-    """Those of the table, or of the queries and the rows."""
+    Where all pairs are `stored`, the keys of the dot product make its queries' gradient, too.
+    """
     dband, ends = grads
     batch, heads, num_queries = static.shape
     num_keys, width, clip = v.shape[2], dband.shape[-1], static.clip
@@ -135,14 +135,38 @@ def gradients(grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tenso
     assert bias.asking is not None
     assert bias.rows is not None
     x, rows = readable_rows(bias.asking), bias.rows.contiguous()
-    size, total = x.shape[-1], 2 * clip + 1
-    count = clip + 1 if sided else total
+    size = x.shape[-1]
     constants = common | _product(x)
     dx = x.new_empty(x.shape)
+    if stored is not None:
+        k, dq = stored
+        ends.zero_()
+        helper(
+            "stored_to_queries", (_programs(num_queries, constants), batch * heads, 1),
+            constants | {"TOKENS": static.tokens, "WIDE": room(k.shape[-1])},
+            (dband, ends, k, rows.to(x.dtype), dq, dx),
+            (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
+             *strides_of(k, batch), static.slots[0].number),
+        )  # fmt: skip
+        return [dx, _of_rows(grads, bias, static, v, constants)]
     helper(
         "band_to_queries", (_programs(num_queries, constants), batch * heads, 1), constants,
         (dband, ends, rows.to(x.dtype), dx), (heads, *lengths, size, _per_head(rows)),
     )  # fmt: skip
+    return [dx, _of_rows(grads, bias, static, v, constants)]
+
+
+def _of_rows(
+    grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tensor, constants: dict[str, Any]
+) -> Tensor:
+    """The gradient of the rows."""
+    dband, ends = grads
+    assert bias.asking is not None
+    assert bias.rows is not None
+    batch, heads, num_queries = static.shape
+    x, total = readable_rows(bias.asking), bias.rows.shape[1]
+    size, count = x.shape[-1], static.clip + 1 if constants["SIDED"] else total
+    lengths = (num_queries, v.shape[2], dband.shape[-1])
     # Up to seven distances more, for the sake of alignment.
     blocks = -(-(count + EVERY - 1) // constants["BR"])
     # As many parts as keep the device busy.
@@ -158,7 +182,7 @@ def gradients(grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tenso
         drows = drows.sum(0, keepdim=True)
     if count < total:
         drows = torch.cat([drows.new_zeros(drows.shape[0], total - count, size), drows], 1)
-    return [dx, drows.to(bias.rows.dtype)]
+    return drows.to(bias.rows.dtype)
 
 
 def _programs(num_queries: int, constants: dict[str, Any]) -> int:

@@ -23,14 +23,15 @@ from .triton_kernels import (
     FAR,
     FLAT,
     IDENTITY,
-    LOG2E,
     PAIRS,
     POLY,
     _band_at,
     _band_block,
     _band_start,
     _block,
+    _delta,
     _down,
+    _empty_span,
     _exactly,
     _form,
     _head,
@@ -116,7 +117,7 @@ def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKEN
 @triton.jit
 def _keys_span(
     dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, head0, head1, q0_base, q1_base,
-    grad_base, S0, S1, R0, R1, LSE2, DELTA, band, tiles, lengths, ids, line, j, first_key, b, bh,
+    grad_base, S0, S1, R0, R1, LSE2, DELTA, band, tiles, dband, lengths, ids, line, j, first_key, b, bh,
     first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids,
     stb, width, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -125,7 +126,8 @@ def _keys_span(
     CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
     DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, PART: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, STORE: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
     CHECK: tl.constexpr = MASK or not EVEN
@@ -215,6 +217,9 @@ def _keys_span(
             u0 = u0 * (PARAM0 * rate)
         elif MODE0 == 2 and not ALONG:
             u0 = u0 * scale0
+        if STORE and BIAS == BLOCKS:
+            at = [b.to(tl.int32), h.to(tl.int32), first_query, first_key - begin]
+            dband.store(at, tl.trans(u0.to(q0.dtype)).reshape(1, 1, BM, BN))
         if PART != 2:
             dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
         if DCOL0 and PART != 2:
@@ -278,7 +283,7 @@ def _store_keys(
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_keys(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA,
-    DK0, DK1, DV, DC0, DC1, DS0, DS1,
+    DBAND, DK0, DK1, DV, DC0, DC1, DS0, DS1,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
@@ -291,13 +296,14 @@ def backward_keys(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    TMA: tl.constexpr, TILED: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
-    ADD: tl.constexpr, HELD: tl.constexpr,
+    TMA: tl.constexpr, TILED: tl.constexpr, STORE: tl.constexpr, TOKENS: tl.constexpr,
+    PART: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
     PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
-    ADD: another pass has stored its share before.
+    ADD: another pass has stored its share before. STORE: all pairs lie in a band, and so do their
+    gradients, from here on.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -361,7 +367,9 @@ def backward_keys(
     for span in tl.static_range(4):
         # In turn: masked, within the table's reach, beyond it, masked.
         beyond = sure_start
-        if CLIP >= 0:
+        if CLIP >= 0 and _strict(FILTER, CLIP):
+            beyond = sure_stop
+        elif CLIP >= 0:
             beyond = (high + CLIP - place + BM - 1) // BM * BM
             beyond = tl.minimum(tl.maximum(beyond, sure_start), sure_stop)
         if span == 0:
@@ -372,17 +380,17 @@ def backward_keys(
             first_query, last_query = beyond, sure_stop
         else:
             first_query, last_query = sure_stop, stop
-        if ((SIMPLE and EVEN) or span == 0) and (CLIP >= 0 or span != 1):
+        if ((SIMPLE and EVEN) or span == 0) and not _empty_span(span, 1, 2, FILTER, CLIP):
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
                 dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
                 _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
-                grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, LENGTHS, IDS, line, j, low, b, bh,
+                grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, DBAND, LENGTHS, IDS, line, j, low, b, bh,
                 first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt,
                 stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0,
                 MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
                 _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN), FILTER,
                 _form(FORM, _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN)), SAME, span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, BN, TMA,
-                TILED, PART,
+                TILED, STORE, PART,
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
@@ -608,12 +616,7 @@ def backward_queries(
         e = tl.arange(0, V)
         mask = inside[:, None] & (e[None, :] < dv)
         out = _exactly(OUT, LOW, rows[:, None] * dv + e[None, :], mask, HAS_LOW)
-        delta = tl.sum(out * grad.to(tl.float32), 1)
-        if HAS_LSE:
-            delta -= tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
-        lse = tl.load(LSE + line + n, mask=inside, other=float("-inf"))
-        # Infinite where a row sees nothing: its weights are then zero.
-        lse2 = tl.where(lse == float("-inf"), float("inf"), LOG2E * lse)
+        delta, lse2 = _delta(grad.to(tl.float32), out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
         tl.store(DELTA + line + n, delta, mask=inside)
         tl.store(LSE2 + line + n, lse2, mask=inside)
     else:
@@ -683,7 +686,7 @@ def backward_queries(
             first_key, last_key = near, sure_stop
         else:
             first_key, last_key = sure_stop, stop
-        if (SIMPLE or span == 0) and (CLIP >= 0 or span != 2):
+        if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, CLIP):
             dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs = _queries_span(
                 dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, first_key, last_key, q0, q1,
                 grad, scale0, scale1, row0, row1, half, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,

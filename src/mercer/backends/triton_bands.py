@@ -10,7 +10,7 @@ begins at multiples of 16 bytes in all lines. Sums over places are taken part by
 import triton
 import triton.language as tl
 
-from .triton_kernels import LOG2E, _band_start, _rows
+from .triton_kernels import LOG2E, _band_start, _row_of, _rows
 
 # Queries of a program are this far apart: as many half precision numbers as 16 bytes have.
 EVERY = tl.constexpr(8)
@@ -181,6 +181,77 @@ def band_to_queries(
     mask = (n < num_queries)[:, None] & (e < size)[None, :]
     target = DX + (line + n[:, None]) * size + e[None, :]
     tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def stored_to_queries(
+    DBAND, ENDS, K, ROWS, DQ, DX, num_heads, group, num_queries, num_keys, width, size, wide, srh,
+    skb, skh, skt, scale,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    WIDE: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dx as above, and dq_i = scale sum_j ds_ij k_j, where all pairs of a causal filter are stored.
+
+    A block of keys is read a little before the same pairs by distance: the cache still has them then.
+    """
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
+    residue = tl.program_id(0) % EVERY
+    if block * BM * EVERY + residue >= num_queries:
+        return
+    n = _places(block, residue, BM)
+    inside = n < num_queries
+    place = num_keys - num_queries
+    i = n + place
+    line = bh.to(tl.int64) * num_queries
+    dband = DBAND + line * width
+    keys = K + b * skb + (h // group) * skh
+    acc = tl.zeros((BM, WIDTH), tl.float32)
+    dq = tl.zeros((BM, WIDE), tl.float32)
+    early = block * BM * EVERY + place
+    late = tl.minimum(early + BM * EVERY, num_keys) - 1
+    first = _aligned(-late, residue, place)
+    turns = tl.cdiv(1 - first, BR)
+    # Distances that all queries have keys at begin here, and keys that not all see there.
+    sure = tl.minimum(tl.cdiv(tl.maximum(-early - first, 0), BR), turns)
+    sure_stop = tl.minimum(tl.maximum(tl.maximum(early + 1, 0) // BR, sure), turns - 1)
+    sure_stop = tl.maximum(sure_stop, sure)
+    for span in tl.static_range(3):
+        if span == 0:
+            begin, end = 0, sure
+        elif span == 1:
+            begin, end = sure, sure_stop
+        else:
+            begin, end = sure_stop, turns
+        for turn in tl.range(begin, end):
+            j = turn * BR + tl.arange(0, BR)
+            at = dband + (n[:, None] * width + j[None, :])
+            if span == 1:
+                pull = tl.load(at, mask=inside[:, None], other=0.0)
+            else:
+                eights = (turn * BR + tl.arange(0, BR) // EVERY * EVERY)[None, :]
+                pull = tl.load(at, mask=inside[:, None] & (eights < width), other=0.0)
+                pull = tl.where(j[None, :] <= i[:, None], pull, 0.0)
+            k = _rows(keys, skt, j, wide, WIDE, num_keys, True)
+            dq = tl.dot(pull, k, dq, input_precision=PRECISION)
+            start = first + turn * BR
+            grad = _pulled(
+                DBAND, ENDS, line, line, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
+                BR, span != 1,
+            )  # fmt: skip
+            of = _row(start + tl.arange(0, BR), CLIP)
+            rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
+            acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
+    e = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (e < size)[None, :]
+    target = DX + (line + n[:, None]) * size + e[None, :]
+    tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
+    e = tl.arange(0, WIDE)
+    mask = inside[:, None] & (e < wide)[None, :]
+    row = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
+    target = DQ + row[:, None] * wide + e[None, :]
+    tl.store(target, (dq * scale).to(DQ.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -356,6 +356,12 @@ def _kept(seed, bh, n, j, num_queries, num_keys, dropout):
 
 
 @triton.constexpr_function
+def _empty_span(span, within, beyond, filter, clip):
+    """Whether a span has nothing: the one within reach without a table, or the one beyond it."""
+    return span == within if clip < 0 else span == beyond and _strict(filter, clip)
+
+
+@triton.constexpr_function
 def _of_keys(span, filter, clip, sided):
     """How a span of keys of a block of queries reads the table; not all lie in its band.
 
@@ -622,7 +628,7 @@ def forward(
             first_key, last_key = near, sure_stop
         else:
             first_key, last_key = sure_stop, stop
-        if (SIMPLE or span == 0) and (CLIP >= 0 or span != 2):
+        if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, CLIP):
             acc, mass, peak = _forward_span(
                 acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
                 far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
@@ -688,6 +694,17 @@ def _exactly(OUT, LOW, offset, mask, HAS_LOW: tl.constexpr):
     if HAS_LOW:
         out += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
     return out
+
+
+@triton.jit
+def _delta(grad, out, GRAD_LSE, LSE, at, inside, HAS_LSE: tl.constexpr):
+    """<dO, O> - dlog_mass, and log_mass to the base 2."""
+    delta = tl.sum(out * grad, 1)
+    if HAS_LSE:
+        delta -= tl.load(GRAD_LSE + at, mask=inside, other=0.0)
+    lse = tl.load(LSE + at, mask=inside, other=float("-inf"))
+    # Infinite where a row sees nothing: its weights are then zero.
+    return delta, tl.where(lse == float("-inf"), float("inf"), LOG2E * lse)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from .triton_plan import (
     plan,
     processors,
     room,
+    stores,
     strides_of,
 )  # fmt: skip
 from .triton_sizes import SPLIT_QUERIES
@@ -237,12 +238,23 @@ def backward(
     ]
     drow = [torch.empty_like(y) for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
-    dband = bands.empty_gradient(band, static, v.dtype) if static.clip >= 0 else (delta, delta)
+    dband = bands.empty_gradient(band, static, v) if static.clip >= 0 else (delta, delta)
     rows = (grad_out, lse2, delta, grad_lse)
     of_keys = (dk, dv, dcol, ds)
     within = (dq, ds, drow, *dband)
     made = (out, low, lse)
-    _backward(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
+    of_bias: list[Tensor] = []
+    if given.bias.rows is not None and stores(p):
+        helper(
+            "deltas", (-(-num_queries // 64), batch * heads, 1),
+            {"WIDTH": room(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
+             "TOKENS": tokens},
+            (grad_out, grad_lse, out, low, lse, delta, lse2), (heads, num_queries, width),
+        )  # fmt: skip
+        _backward_keys(x, p, ready, rows, of_keys, dband[0])
+        of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
+    else:
+        _backward(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
         # The table's end is a shift of log_mass.
         rows = (grad_out, lse2 - band[..., 0], delta, grad_lse)
@@ -257,7 +269,8 @@ def backward(
         _reduced(y, to) if y.numel() else torch.zeros_like(to)
         for y, to in zip(dcol, given.col, strict=True)
     ]
-    of_bias = bands.gradients(dband, given.bias, static, v) if static.clip >= 0 else []
+    if static.clip >= 0 and not of_bias:
+        of_bias = bands.gradients(dband, given.bias, static, v)
     return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *of_bias]
 
 
@@ -271,8 +284,7 @@ def _backward(
     With `made`, what the forward gave, the second and third are formed; without, this adds its share
     to the gradients of a plan before.
     """
-    grad_out, lse2, delta, _ = rows
-    slots, numbers = p.static.slots, p.numbers(x.seed)
+    grad_out, lse2, _, _ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
     launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low)
@@ -282,17 +294,30 @@ def _backward(
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
          dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends),
-        numbers,
+        p.numbers(x.seed),
     )  # fmt: skip
+    _backward_keys(x, p, ready, rows, of_keys, add=not first)
+
+
+def _backward_keys(
+    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    of_keys: tuple[Any, ...], dband: Tensor | None = None, *, add: bool = False,
+) -> None:  # fmt: skip
+    """The pass over keys; with room for them, it stores the gradients of all pairs."""
+    grad_out, lse2, delta, _ = rows
+    slots, numbers = p.static.slots, p.numbers(x.seed)
     dk, dv, dcol, ds = of_keys
     wide = len(slots) == 2 and p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in (1, 2) if wide else (0,):
-        launch = launch_of(p, "keys", grad_copies=copies(grad_out), part=part, add=not first)
+        launch = launch_of(
+            p, "keys", grad_copies=copies(grad_out), part=part, add=add, store=dband is not None
+        )
         c = launch.constants
         launch(
             (*_tensors(x, ready, p, launch, "keys"),
              describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
-             lse2, delta, dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
+             lse2, delta, delta if dband is None else describe(dband, c["BM"], c["BN"]),
+             dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
             numbers,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ gradients. Sums over places are taken part by part, without atomics.
 import triton
 import triton.language as tl
 
-from .triton_kernels import COLUMNS, _bent, _rows, _scale, _tanh
+from .triton_kernels import COLUMNS, _bent, _delta, _exactly, _row_of, _rows, _scale, _tanh
 
 
 @triton.jit
@@ -50,6 +50,30 @@ def split_columns(COL, OUT, count, BM: tl.constexpr, FOR: tl.constexpr):
     """Numbers as columns, [count, COLUMNS], for scales of a mode."""
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     _split(tl.load(COL + n, mask=n < count, other=0.0), OUT, n, n < count, FOR)
+
+
+@triton.jit
+def deltas(
+    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, num_heads, length, width,
+    WIDTH: tl.constexpr, BM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """<dO, O> - dlog_mass of every row, and log_mass to the base 2."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = n < length
+    line = bh.to(tl.int64) * length
+    rows = _row_of(b, h, n.to(tl.int64), line, num_heads, length, TOKENS)
+    e = tl.arange(0, WIDTH)
+    at = rows[:, None] * width + e[None, :]
+    mask = inside[:, None] & (e < width)[None, :]
+    grad = tl.load(GRAD + at, mask=mask, other=0.0).to(tl.float32)
+    delta, lse2 = _delta(
+        grad, _exactly(OUT, LOW, at, mask, HAS_LOW), GRAD_LSE, LSE, line + n, inside, HAS_LSE
+    )
+    tl.store(DELTA + line + n, delta, mask=inside)
+    tl.store(LSE2 + line + n, lse2, mask=inside)
 
 
 @triton.jit

@@ -396,7 +396,12 @@ def cut_at_reach(static: Static, num_keys: int) -> list[Static]:
     ((causal, left, right, *middle, gap),) = static.filter
     if not causal or 0 <= left < clip or gap:
         return [static]
-    near = static._replace(filter=((causal, clip - 1, right, *middle, gap),))
+    far = clip - 1
+    if num_keys <= clip and not clip % 64:
+        # Whatever is not less than all distances will do, but a bound that is a multiple of a block
+        # makes the compiler wait for each product.
+        far = max(num_keys - 1, clip - 2)
+    near = static._replace(filter=((causal, far, right, *middle, gap),))
     if num_keys <= clip:
         return [near]
     plain = len(static.slots) == 1 and static.slots[0].link == 0
@@ -405,13 +410,38 @@ def cut_at_reach(static: Static, num_keys: int) -> list[Static]:
     return [near, static._replace(filter=((causal, left, right, *middle, clip),), clip=-1)]
 
 
+def sees_all(clause: tuple[int, ...], static: Static, num_keys: int) -> bool:
+    """Whether a query sees all keys before it that are within a table's reach."""
+    causal, left, right, memory, *others = clause
+    near = left < 0 or left >= min(static.clip, num_keys) - 1
+    old = memory < 0 or static.first <= memory
+    return bool(causal) and near and old and right < 0 and not any(others)
+
+
+# Keys from which on it pays to store the gradients of all pairs.
+STORED = 512
+
+
+def stores(p: Plan) -> bool:
+    """Whether the pass over keys may store the gradients of all pairs, so that queries need none.
+
+    That is where a band has all pairs that a causal filter shows, of one dot product.
+    """
+    static, (slot, *others) = p.static, p.static.slots
+    plain = not (others or slot.link or slot.mode or slot.norm or slot.saves)
+    plain = plain and not (p.constants["HAS_COL0"] or static.dropout_p)
+    whole = static.simple and STORED <= p.num_keys <= static.clip
+    seen = whole and all(sees_all(clause, static, p.num_keys) for clause in static.filter)
+    return plain and seen and p.aligned[5]
+
+
 def launch_of(
     p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
-    low: bool = False, part: int = 0, add: bool = False, cut: bool = False,
-    lse: bool = False,
+    low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
+    store: bool = False,
 ) -> Launch:  # fmt: skip
     """The kernel of this kind for the plan."""
-    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse)
+    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -442,7 +472,7 @@ def launch_of(
             flags["HAS_LOW"] = low
         flags["ADD"] = add
     if kind == "keys":
-        flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part}
+        flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part, "STORE": store}
     else:
         flags["TMA"] = k0 and v and (k1 or not (two or spread))
     flags["TOKENS"] = p.static.tokens
