@@ -48,7 +48,7 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
     ("keys", 64, "plain"): Sizes(64, 64, 4, 2, 168),
     ("keys", 64, "each"): Sizes(32, 64, 4, 3, 168),
     ("keys", 64, "link"): Sizes(64, 64, 4, 3),
-    ("keys", 64, "long"): Sizes(64, 64, 4, 2, 168),
+    ("keys", 64, "long"): Sizes(32, 64, 4, 3, 168),
     ("keys", 64, "near"): Sizes(64, 64, 4, 1, 168),
     ("keys", 128, "plain"): Sizes(32, 64, 4, 3, held=1),
     ("keys", 128, "keyed"): Sizes(64, 64, 4, 2),
