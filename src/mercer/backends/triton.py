@@ -34,7 +34,9 @@ from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_WIDTH = 256
-MAX_DISTANCES = 16385
+# Of a table that comes as numbers; and of all, how many pairs are within reach: 4 GiB of them in half
+# precision.
+MAX_DISTANCES, MAX_PAIRS = 4097, 2**31
 LINKS: dict[type, int] = {Power: 1, Rational: 2, Matern12: 3, Matern32: 4, Matern52: 5}
 
 
@@ -58,8 +60,11 @@ def refuses(task: Task) -> str | None:
     widths = _widths(task.term)
     if isinstance(widths, str):
         return widths
-    if task.term.relative is not None and 2 * task.term.relative.clip + 1 > MAX_DISTANCES:
+    bias = task.term.relative
+    if bias is not None and not isinstance(bias, Scored) and 2 * bias.clip + 1 > MAX_DISTANCES:
         return f"its table has more than {MAX_DISTANCES} distances"
+    if (pairs := _pairs(task)) > MAX_PAIRS:
+        return f"its table reaches {pairs:,} pairs, more than {MAX_PAIRS:,}"
     widest = max(*widths, task.v.shape[-1])
     if widest > MAX_WIDTH:
         return f"a part has {widest} features, more than {MAX_WIDTH}"
@@ -70,10 +75,15 @@ def refuses(task: Task) -> str | None:
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: scales, rows, log_mass and the table."""
     rows = task.batch * task.heads * task.num_queries
-    columns = 0
-    if (bias := task.term.relative) is not None:
-        columns = bands.width_of(bias.clip, task.filter.causal, task.num_keys)
-    return rows * (12 + columns * bands.dtype_of(task.v.dtype).itemsize)
+    return 12 * rows + _pairs(task) * bands.dtype_of(task.v.dtype).itemsize
+
+
+def _pairs(task: Task) -> int:
+    """Of a table, with those that fill up its lines."""
+    if (bias := task.term.relative) is None:
+        return 0
+    width = bands.width_of(bias.clip, task.filter.causal, task.num_keys)
+    return task.batch * task.heads * task.num_queries * width
 
 
 def _unavailable(device: str) -> str | None:
