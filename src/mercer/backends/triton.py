@@ -34,8 +34,7 @@ from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_WIDTH = 256
-# Of a table that comes as numbers; and of all, how many pairs are within reach: 4 GiB of them in half
-# precision.
+# Of a table that comes as numbers; and the pairs within reach of any: 4 GiB in half precision.
 MAX_DISTANCES, MAX_PAIRS = 4097, 2**31
 LINKS: dict[type, int] = {Power: 1, Rational: 2, Matern12: 3, Matern32: 4, Matern52: 5}
 
