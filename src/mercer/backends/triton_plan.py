@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -135,7 +135,8 @@ class Inputs:
         """With features side by side in memory, and the small tensors contiguous."""
         q, k = [readable_rows(x) for x in self.q], [readable_rows(x) for x in self.k]
         scale, row = ([x.contiguous() for x in xs] for xs in (self.scale, self.row))
-        return replace(self, q=q, k=k, v=readable_rows(self.v), scale=scale, row=row)
+        v = readable_rows(self.v)
+        return Inputs(q, k, v, scale, row, self.col, self.bias, self.lengths, self.ids, self.seed)
 
 
 class Numbers(NamedTuple):
