@@ -262,6 +262,15 @@ def test_pairs_that_are_stored_need_no_pass_over_queries(shape, monkeypatch):
     assert "backward_queries" not in ran
 
 
+@pytest.mark.parametrize("clip", [5, 80])
+def test_a_band_of_half_precision(clip, monkeypatch):
+    """Scores are kept in float16, of rows in two halves; the stored pairs in the inputs' dtype."""
+    monkeypatch.setattr(triton_plan, "STORED", 1)
+    rows = torch.randn(2 * clip + 1, DIM, generator=torch.Generator().manual_seed(3))
+    kernel = mc.Exponential() * mc.Lookup(rows)
+    check_accuracy(kernel, heads=HEADS, dim=DIM, device=DEVICE, dtypes=(torch.float16,))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="float32, all that the interpreter has, holds nothing")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["exponential", "rbf-per-head", "eq-9"])
