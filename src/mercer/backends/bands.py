@@ -177,12 +177,13 @@ def _of_rows(
         "band_to_rows", (EVERY * parts, heads, blocks), constants, (x, dband, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
     )  # fmt: skip
-    drows = sums.sum(1)
-    if bias.rows.shape[0] != heads:
-        drows = drows.sum(0, keepdim=True)
-    if count < total:
-        drows = torch.cat([drows.new_zeros(drows.shape[0], total - count, size), drows], 1)
-    return drows.to(bias.rows.dtype)
+    drows = bias.rows.new_empty(bias.rows.shape)
+    shared = heads // drows.shape[0]
+    helper(
+        "sum_rows", (-(-total // 16), drows.shape[0], 1), {"BR": 16, "WIDTH": room(size)},
+        (sums, drows), (shared, EVERY * parts, count, total, size),
+    )  # fmt: skip
+    return drows
 
 
 def _programs(num_queries: int, constants: dict[str, Any]) -> int:

@@ -302,6 +302,25 @@ def band_to_rows(
 
 
 @triton.jit
+def sum_rows(
+    SUMS, DROWS, heads, parts, count, total, size, BR: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The gradient of the rows from its parts, [heads, parts, count, size]: zero but for the last."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    first = tl.program_id(1).to(tl.int64) * heads
+    e = tl.arange(0, WIDTH)
+    there = (row >= total - count) & (row < total)
+    mask = there[:, None] & (e < size)[None, :]
+    acc = tl.zeros((BR, WIDTH), tl.float32)
+    for part in tl.range(0, heads * parts):
+        line = (first * parts + part) * count + row - (total - count)
+        acc += tl.load(SUMS + line[:, None] * size + e[None, :], mask=mask, other=0.0)
+    target = DROWS + (tl.program_id(1).to(tl.int64) * total + row[:, None]) * size + e[None, :]
+    mask = (row < total)[:, None] & (e < size)[None, :]
+    tl.store(target, acc.to(DROWS.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def band_to_table(
     DBAND, ENDS, DTABLE, num_queries, num_keys, width,
     CLIP: tl.constexpr, SIDED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,

@@ -149,9 +149,9 @@ class RelativeSinusoid(Positional):
             return None
         # More than there are: then no distance stands for those beyond it.
         away = torch.arange(-num_keys - 1, num_keys + 2, device=x.device)[:, None]
-        angle = away * frequencies(self.weight.shape[-1], self.base, x.device)
-        # Within one turn narrower numbers are as good, and faster.
-        angle = (angle % (2 * math.pi)).to(accumulator(x.dtype))
+        # bfloat16 rounds more than waves of angles in float32 are off.
+        wide = torch.float32 if x.dtype == torch.bfloat16 else torch.float64
+        angle = away * frequencies(self.weight.shape[-1], self.base, x.device, wide)
         waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(x.dtype)  # [2K + 3, P]
         return Scored(q=x, rows=waves @ self.weight.to(x.dtype).mT)
 
@@ -319,7 +319,9 @@ def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return i[:, None] - torch.arange(num_keys, device=device)
 
 
-def frequencies(width: int, base: float, device: torch.device) -> Tensor:
+def frequencies(
+    width: int, base: float, device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """w_p = base^(-2p / P), [P / 2]; in float64, for angles of long sequences."""
-    p = torch.arange(0, width, 2, device=device, dtype=torch.float64)
+    p = torch.arange(0, width, 2, device=device, dtype=dtype)
     return torch.pow(base, -p / width)
