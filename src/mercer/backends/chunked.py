@@ -18,6 +18,7 @@ from ..spec import decode
 from ..term import Smoothed, accumulator, repeat
 from . import Task
 from .blocks import Blocks, block_side
+from .operators import fake, learns, operator
 
 name = "chunked"
 
@@ -69,7 +70,7 @@ def run(task: Task) -> Smoothed:
     return Smoothed(out.to(task.v.dtype), mass, sign if term.signed else None)
 
 
-@torch.library.custom_op("mercer::smooth_blocks", mutates_args=())
+@operator
 def smooth_blocks(
     q: list[Tensor], k: list[Tensor], row: list[Tensor], v: Tensor, table: Tensor | None,
     seed: Tensor | None, tensors: list[Tensor], links: str, rule: str, dropout_p: float,
@@ -127,7 +128,7 @@ def _times(x: Tensor, signs: list[Tensor | None]) -> Tensor:
     return x
 
 
-@smooth_blocks.register_fake
+@fake(smooth_blocks)
 def _(q: Any, k: Any, row: Any, v: Tensor, table: Any, seed: Any, tensors: Any, links: str,
       rule: str, dropout_p: float, num_queries: int, bad_queries: Any, bad_keys: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -141,7 +142,7 @@ def _(q: Any, k: Any, row: Any, v: Tensor, table: Any, seed: Any, tensors: Any, 
     )
 
 
-@torch.library.custom_op("mercer::smooth_blocks_backward", mutates_args=())
+@operator
 def smooth_blocks_backward(
     grad_out: Tensor, grad_mass: Tensor, out: Tensor, log_mass: Tensor, sign: Tensor,
     q: list[Tensor], k: list[Tensor], row: list[Tensor], v: Tensor, table: Tensor | None,
@@ -203,7 +204,7 @@ def smooth_blocks_backward(
     return [*grads_q, *grads_k, *grads_row, grad_v.to(v.dtype), *grad_table]
 
 
-@smooth_blocks_backward.register_fake
+@fake(smooth_blocks_backward)
 def _(grad_out: Any, grad_mass: Any, out: Any, log_mass: Any, sign: Any, q: Any, k: Any, row: Any,
       v: Tensor, table: Any, seed: Any, tensors: Any, links: str, rule: str, dropout_p: float,
       num_queries: int, bad_queries: Any, bad_keys: Any) -> list[Tensor]:  # fmt: skip
@@ -233,4 +234,4 @@ def _backward(ctx: Any, grad_out: Tensor, grad_mass: Tensor, grad_sign: Any) -> 
     )  # fmt: skip
 
 
-smooth_blocks.register_autograd(_backward, setup_context=_save)
+learns(smooth_blocks, _backward, _save)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .operators import fake, learns, operator
 from .triton import INSTALLED
 from .triton_plan import INTERPRETED
 from .triton_sizes import HOPPER, shared_memory
@@ -353,7 +354,7 @@ def _geometry(plan: Plan) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-@torch.library.custom_op("mercer::smooth_squares", mutates_args=())
+@operator
 def smooth_squares(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -377,7 +378,7 @@ def smooth_squares(
     return out, log, mass
 
 
-@smooth_squares.register_fake
+@fake(smooth_squares)
 def _(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -386,7 +387,7 @@ def _(
     return v.new_empty(*shape, v.shape[3]), number, torch.empty_like(number)
 
 
-@torch.library.custom_op("mercer::smooth_squares_backward", mutates_args=())
+@operator
 def smooth_squares_backward(
     grad: Tensor, grad_log: Tensor, out: Tensor, mass: Tensor, q: Tensor, k: Tensor, v: Tensor,
     lengths: Tensor | None, causal: bool,
@@ -446,7 +447,7 @@ def _reduced(grad: Tensor, given: Tensor) -> Tensor:
     return grad.to(given.dtype)
 
 
-@smooth_squares_backward.register_fake
+@fake(smooth_squares_backward)
 def _(
     grad: Tensor, grad_log: Tensor, out: Tensor, mass: Tensor, q: Tensor, k: Tensor, v: Tensor,
     lengths: Tensor | None, causal: bool,
@@ -465,4 +466,4 @@ def _backward(ctx: Any, grad: Tensor, grad_log: Tensor, _: Tensor) -> tuple[Any,
     return *grads, None, None
 
 
-smooth_squares.register_autograd(_backward, setup_context=_save)
+learns(smooth_squares, _backward, _save)

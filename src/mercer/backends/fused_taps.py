@@ -21,6 +21,7 @@ from torch import Tensor
 from ..taps import Boundary, sum_by_id
 from ..term import accumulator
 from . import plain_taps, taps_launch
+from .operators import fake, learns, operator
 from .plain_taps import Call
 from .triton import INSTALLED
 from .triton_plan import INTERPRETED, by_tokens, empty
@@ -174,7 +175,7 @@ class _Fused(torch.autograd.Function):
         return *found, None, None
 
 
-@torch.library.custom_op("mercer::smooth_taps", mutates_args=())
+@operator
 def smooth_taps(
     q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None,
     boundary: str, causal: bool, cut: int, temperature: float | None, scale: float, tokens: bool,
@@ -194,7 +195,7 @@ def smooth_taps(
     return [_laid(out, tokens), *others]
 
 
-@smooth_taps.register_fake
+@fake(smooth_taps)
 def _(
     q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None,
     boundary: str, causal: bool, cut: int, temperature: float | None, scale: float, tokens: bool,
@@ -224,7 +225,7 @@ def _empty(x: Tensor, tokens: bool) -> Tensor:
     return empty(x, batch, heads, length, width, tokens)
 
 
-@torch.library.custom_op("mercer::smooth_taps_backward", mutates_args=())
+@operator
 def smooth_taps_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
     value_taps: Tensor | None, made: list[Tensor], boundary: str, causal: bool, cut: int,
@@ -253,7 +254,7 @@ def _unused(q: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
     return q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
 
 
-@smooth_taps_backward.register_fake
+@fake(smooth_taps_backward)
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
     value_taps: Tensor | None, made: list[Tensor], boundary: str, causal: bool, cut: int,
@@ -285,7 +286,7 @@ def _grads(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, *dtaps, *options
 
 
-smooth_taps.register_autograd(_grads, setup_context=_save)
+learns(smooth_taps, _grads, _save)
 
 
 def flash(
@@ -368,24 +369,24 @@ class _Gather(torch.autograd.Function):
         return _sum(list(grads), ids, ctx.count), None
 
 
-@torch.library.custom_op("mercer::gather_taps", mutates_args=())
+@operator
 def gather_taps(table: Tensor, ids: Tensor) -> list[Tensor]:
     """The same for compiled graphs."""
     return [_take(x, ids.long()) for x in table.unbind(1)]
 
 
-@gather_taps.register_fake
+@fake(gather_taps)
 def _(table: Tensor, ids: Tensor) -> list[Tensor]:
     return [table.new_empty(*ids.shape, *table.shape[2:]) for _ in range(table.shape[1])]
 
 
-@torch.library.custom_op("mercer::sum_taps", mutates_args=())
+@operator
 def sum_taps(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
     """Its gradient."""
     return _sum(grads, ids.long(), count)
 
 
-@sum_taps.register_fake
+@fake(sum_taps)
 def _(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
     return grads[0].new_empty(count, len(grads), *grads[0].shape[2:])
 
@@ -401,4 +402,4 @@ def _sum_grads(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, None]:
     return sum_taps(grads, ids, ctx.count), None
 
 
-gather_taps.register_autograd(_sum_grads, setup_context=_keep_ids)
+learns(gather_taps, _sum_grads, _keep_ids)

@@ -26,6 +26,7 @@ from ..filters import And, Causal, Filter, Full, Padding
 from ..links import Power
 from ..term import Smoothed, accumulator, repeat
 from . import Task, fused_squares
+from .operators import fake, learns, operator
 from .squares import Walk, absorb, features, room, slices
 
 name = "linear"
@@ -190,7 +191,7 @@ def _few(heads: int, causal: bool, *tensors: Tensor) -> Iterator[tuple[Walk, tup
         yield Walk(q[few], k[few], v[few], causal), tuple(x[few] for x in others)
 
 
-@torch.library.custom_op("mercer::sum_squares", mutates_args=())
+@operator
 def sum_squares(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """sum_j <q_i, k_j>^2 v_j, over j <= i if causal, for no more queries than keys then."""
     out = q.new_empty(*q.shape[:3], v.shape[-1])
@@ -200,12 +201,12 @@ def sum_squares(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out
 
 
-@sum_squares.register_fake
+@fake(sum_squares)
 def _(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
-@torch.library.custom_op("mercer::sum_squares_backward", mutates_args=())
+@operator
 def sum_squares_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> list[Tensor]:
@@ -217,7 +218,7 @@ def sum_squares_backward(
     return grads
 
 
-@sum_squares_backward.register_fake
+@fake(sum_squares_backward)
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (q, k, v)]
 
@@ -231,7 +232,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *sum_squares_backward(grad, *ctx.saved_tensors, ctx.causal), None
 
 
-sum_squares.register_autograd(_backward, setup_context=_save)
+learns(sum_squares, _backward, _save)
 
 
 class PolynomialState:

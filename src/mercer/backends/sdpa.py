@@ -17,6 +17,7 @@ from torch import Tensor
 from ..filters import Causal, Filter, Full
 from ..term import Smoothed, Term, accumulator, as_column, join, repeat
 from . import Task
+from .operators import fake, learns, operator
 
 name = "sdpa"
 # The parts of a and b whose product is a b to three times the dtype's precision.
@@ -183,7 +184,7 @@ def _spoiled(task: Task, arguments: dict[str, Any]) -> Tensor | None:
     return task.bad_queries | seen
 
 
-@torch.library.custom_op("mercer::flash_with_mass", mutates_args=())
+@operator
 def flash_with_mass(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -195,7 +196,7 @@ def flash_with_mass(
     return out.contiguous(), lse.contiguous()
 
 
-@flash_with_mass.register_fake
+@fake(flash_with_mass)
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float) -> tuple[Any, Any]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
@@ -219,4 +220,4 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     return *(x[..., :width] for x in grads), None, None, None
 
 
-flash_with_mass.register_autograd(_backward, setup_context=_save)
+learns(flash_with_mass, _backward, _save)

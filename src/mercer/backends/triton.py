@@ -28,6 +28,7 @@ from ..term import (
     repeat,
 )
 from . import Task, bands, triton_launch, triton_plan
+from .operators import fake, learns, operator
 from .triton_launch import add
 from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, parse
 
@@ -322,7 +323,7 @@ def _slots_of(grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor
     return (grads[0] if grads else None), None, None
 
 
-@torch.library.custom_op("mercer::fused", mutates_args=())
+@operator
 def fused(
     tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: Tensor | None,
     lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
@@ -333,7 +334,7 @@ def fused(
     return out, lse, low, ready.band
 
 
-@fused.register_fake
+@fake(fused)
 def _(tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: Tensor | None,
       lengths: Any, ids: Any, seed: Any, static: str, sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -348,7 +349,7 @@ def _(tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: 
     return out, lse, low, band
 
 
-@torch.library.custom_op("mercer::fused_backward", mutates_args=())
+@operator
 def fused_backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor, band: Tensor,
     tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: Tensor | None,
@@ -360,7 +361,7 @@ def fused_backward(
     return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
 
 
-@fused_backward.register_fake
+@fake(fused_backward)
 def _(grad_out: Any, grad_lse: Any, out: Any, lse: Any, low: Any, band: Any, tensors: list[Tensor],
       table: Tensor | None, asking: Tensor | None, rows: Tensor | None, lengths: Any, ids: Any,
       seed: Any, static: str, sizes: list[int]) -> list[Tensor]:  # fmt: skip
@@ -394,4 +395,4 @@ def _backward(
     return grads[: len(tensors)], *of_bias, None, None, None, None, None
 
 
-fused.register_autograd(_backward, setup_context=_save)
+learns(fused, _backward, _save)
