@@ -21,6 +21,7 @@ from .triton_plan import (
     sees_all,
     strides_of,
 )
+from .triton_sizes import shared_memory
 
 # Queries whose bands begin with the same key; blocks of pairs are no larger.
 GRANULE = 64
@@ -72,16 +73,18 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
         rest_of, per_head = rows.numel(), _per_head(rows.contiguous())
         x, rows, size = readable_rows(x), halves(rows, x.dtype), rows.shape[-1]
         constants |= _product(x)
-        if static.clip > 1024 and x.dtype.itemsize == 2:
+        if static.clip > 1024 and x.dtype.itemsize == 2 and size <= 64:
             constants["BR"] = 128
         strides[:4] = [*strides_of(x, batch), per_head]
     elif bias.table is not None:
         table = readable_rows(bias.table)
         strides[4:] = table.stride()[:3]
+    block = constants["BR"] * constants["WIDTH"]
     helper(
         "spread", (_programs(num_queries, constants), batch * heads, 1), constants,
         (v if x is None else x, v if rows is None else rows, table, band),
         (heads, num_queries, num_keys, width, size, rest_of, *strides),
+        _staged(v, 2 * block if constants["REST"] else block, constants),
     )  # fmt: skip
     return band
 
@@ -137,6 +140,7 @@ def gradients(
     x, rows = readable_rows(bias.asking), bias.rows.contiguous()
     size = x.shape[-1]
     constants = common | _product(x)
+    pairs, block = constants["BM"] * constants["BR"], constants["BR"] * constants["WIDTH"]
     dx = x.new_empty(x.shape)
     if stored is not None:
         k, dq = stored
@@ -147,11 +151,13 @@ def gradients(
             (dband, ends, k, rows.to(x.dtype), dq, dx),
             (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
              *strides_of(k, batch), static.slots[0].number),
+            _staged(v, 2 * pairs + block + constants["BR"] * room(k.shape[-1]), constants),
         )  # fmt: skip
         return [dx, _of_rows(grads, bias, static, v, constants)]
     helper(
         "band_to_queries", (_programs(num_queries, constants), batch * heads, 1), constants,
         (dband, ends, rows.to(x.dtype), dx), (heads, *lengths, size, _per_head(rows)),
+        _staged(v, pairs + block, constants),
     )  # fmt: skip
     return [dx, _of_rows(grads, bias, static, v, constants)]
 
@@ -176,6 +182,7 @@ def _of_rows(
     helper(
         "band_to_rows", (EVERY * parts, heads, blocks), constants, (x, dband, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
+        _staged(v, constants["BM"] * (constants["BR"] + constants["WIDTH"]), constants),
     )  # fmt: skip
     drows = bias.rows.new_empty(bias.rows.shape)
     shared = heads // drows.shape[0]
@@ -189,6 +196,17 @@ def _of_rows(
 def _programs(num_queries: int, constants: dict[str, Any]) -> int:
     """How many programs take BM queries each, EVERY apart."""
     return EVERY * -(-num_queries // (EVERY * constants["BM"]))
+
+
+def _staged(v: Tensor, numbers: int, constants: dict[str, Any]) -> dict[str, int]:
+    """As many stages of so many numbers as the shared memory holds, up to three."""
+    size = v.dtype.itemsize
+    kept = constants["BM"] * (constants["WIDTH"] * size + 4 * constants["BR"]) + 2048
+    stages = (shared_memory(v.device) - kept) // (numbers * size)
+    return {
+        "num_warps": 8 if constants["WIDTH"] > 128 else 4,
+        "num_stages": max(1, min(3, stages)),
+    }
 
 
 def _product(x: Tensor) -> dict[str, Any]:
