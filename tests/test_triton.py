@@ -11,7 +11,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
-from mercer.backends import triton_launch, triton_plan, triton_sizes
+from mercer.backends import bands, triton_launch, triton_plan, triton_sizes
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.filters import Earlier
 from mercer.testing import Shape, check_accuracy, inputs
@@ -260,6 +260,25 @@ def test_pairs_that_are_stored_need_no_pass_over_queries(shape, monkeypatch):
         compare(mc.Exponential() * mc.Lookup(rows), filter, shape)
     assert "stored_to_queries" in ran
     assert "backward_queries" not in ran
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_band_that_is_too_large_to_keep_is_formed_again(compiled, monkeypatch):
+    table = torch.nn.Parameter(torch.randn(2, 15, 16, device=DEVICE))
+    kernel = mc.Exponential() * mc.Lookup(table)
+    given = [torch.randn(1, 2, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+
+    def run(*given):
+        return mc.smooth(kernel, *given, filter=mc.Causal(), backend="triton")
+
+    results = []
+    for most in (bands.KEPT, 1):
+        monkeypatch.setattr(bands, "KEPT", most)
+        torch._dynamo.reset()
+        call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+        out = call(*given)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (*given, table))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("clip", [5, 80])

@@ -27,6 +27,8 @@ from .triton_sizes import shared_memory
 GRANULE = 64
 # How far the queries of a program are apart.
 EVERY = 8
+# Pairs of a band that is kept for the backward; a larger one is formed again.
+KEPT = 2**30
 
 
 def width_of(clip: int, sided: bool, num_keys: int) -> int:
@@ -87,6 +89,18 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
         _staged(v, 2 * block if constants["REST"] else block, constants),
     )  # fmt: skip
     return band
+
+
+def kept(band: Tensor) -> Tensor:
+    """The band if it is kept for the backward, or nothing."""
+    return band if band.numel() <= KEPT else band.new_empty(0)
+
+
+def again(band: Tensor, bias: Bias, static: Static, v: Tensor) -> Tensor:
+    """The band that was kept, or the same formed again."""
+    if static.clip < 0 or band.numel():
+        return band
+    return form(bias, static, readable_rows(v))
 
 
 def halves(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,8 +35,8 @@ from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_WIDTH = 256
-# Of a table that comes as numbers; and the pairs within reach of any: 4 GiB in half precision.
-MAX_DISTANCES, MAX_PAIRS = 4097, 2**31
+# Of a table that comes as numbers; and the pairs within reach of any: 8 GiB in half precision.
+MAX_DISTANCES, MAX_PAIRS = 4097, 2**32
 LINKS: dict[type, int] = {Power: 1, Rational: 2, Matern12: 3, Matern32: 4, Matern52: 5}
 
 
@@ -299,6 +299,7 @@ class _Fused(torch.autograd.Function):
         out, lse, low, (ctx.plan, ready) = triton_launch.forward(inputs, static)
         ctx.static = static
         ctx.set_materialize_grads(False)
+        ready = ready._replace(band=bands.kept(ready.band))
         ctx.save_for_backward(lengths, ids, seed, *bias, out, lse, low, *ready, *tensors)
         return out, lse
 
@@ -309,8 +310,10 @@ class _Fused(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         ready, tensors = Numbers(*rest[:6]), tuple(rest[6:])
         inputs = Inputs.of(tensors, Bias(table, asking, by), lengths, ids, seed)
+        band = bands.again(ready.band, inputs.bias, ctx.static, inputs.v)
+        kept = ctx.plan, ready._replace(band=band)
         grads = triton_launch.backward(
-            grad_out, grad_lse, out, lse, low, inputs, ctx.static, ready.band, (ctx.plan, ready)
+            grad_out, grad_lse, out, lse, low, inputs, ctx.static, band, kept
         )
         given, of_bias = grads[: len(tensors)], grads[len(tensors) :]
         return None, None, None, None, *_slots_of(of_bias), *given
@@ -331,7 +334,7 @@ def fused(
     """The forward for compiled graphs: (out, log_mass, what rounding took from out, the band)."""
     inputs = Inputs.of(tuple(tensors), Bias(table, asking, rows), lengths, ids, seed)
     out, lse, low, (_, ready) = triton_launch.forward(inputs, parse(static, sizes))
-    return out, lse, low, ready.band
+    return out, lse, low, bands.kept(ready.band)
 
 
 @fake(fused)
@@ -345,7 +348,7 @@ def _(tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: 
     band = v.new_empty(0)
     if known.clip >= 0:
         shape = bands.shape_of(Bias(table, asking, rows), known, v.shape[2])
-        band = v.new_empty(shape, dtype=bands.dtype_of(v.dtype))
+        band = bands.kept(v.new_empty(shape, dtype=bands.dtype_of(v.dtype)))
     return out, lse, low, band
 
 
@@ -358,6 +361,7 @@ def fused_backward(
     """The backward for compiled graphs."""
     inputs = Inputs.of(tuple(tensors), Bias(table, asking, rows), lengths, ids, seed)
     known = parse(static, sizes)
+    band = bands.again(band, inputs.bias, known, inputs.v)
     return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
 
 

@@ -87,7 +87,15 @@ class Lookup(Positional):
 
 # More sinusoids than these are more features than a fused kernel takes. On these devices they
 # become scores of all distances then, where there are not more keys or scores than this.
-WIDE, DEVICES, MOST_KEYS, MOST_SCORES = 256, ("cuda",), 8192, 2**30
+WIDE, DEVICES, MOST_KEYS, MOST_SCORES = 256, ("cuda",), 8192, 2**32
+
+
+@torch.compiler.assume_constant_result
+def most_scores(device: torch.device) -> int:
+    """Scores and their gradients, two bytes each, leave three quarters of a device to others."""
+    if device.type != "cuda":
+        return MOST_SCORES
+    return min(MOST_SCORES, torch.cuda.get_device_properties(device).total_memory // 16)
 
 
 class RelativeSinusoid(Positional):
@@ -145,7 +153,7 @@ class RelativeSinusoid(Positional):
         if self.weight is None or self.weight.shape[-1] <= WIDE or x.device.type not in DEVICES:
             return None
         batch, heads, num_queries, _ = x.shape
-        if num_keys > MOST_KEYS or batch * heads * num_queries * num_keys > MOST_SCORES:
+        if num_keys > MOST_KEYS or batch * heads * num_queries * num_keys > most_scores(x.device):
             return None
         # More than there are: then no distance stands for those beyond it.
         away = torch.arange(-num_keys - 1, num_keys + 2, device=x.device)[:, None]
