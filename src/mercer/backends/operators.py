@@ -27,7 +27,7 @@ def fake(of: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What an operator gives, without its numbers."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.register_fake(of, run, lib=LIBRARY)
+        torch.library.register_fake(of.name(), run, lib=LIBRARY)
         return run
 
     return register
@@ -35,4 +35,4 @@ def fake(of: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def learns(of: Any, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
     """The gradient of an operator."""
-    torch.library.register_autograd(of, backward, setup_context=save, lib=LIBRARY)
+    torch.library.register_autograd(of.name(), backward, setup_context=save, lib=LIBRARY)
