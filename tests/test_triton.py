@@ -113,6 +113,12 @@ def test_many_blocks(kernel, filter):
         compare(ALL[kernel](), filter, shape)
 
 
+@pytest.mark.parametrize("left", [511, 512])
+def test_a_long_window_visits_no_block_too_few(left):
+    shape = Shape(batch=1, queries=640, keys=640)
+    compare(mc.RBF(DIM**0.5), mc.Window(left, 0), shape)
+
+
 @pytest.mark.parametrize("dim", [8, 24, 80, 128, 256])
 @pytest.mark.parametrize("values", [1, 40, 200])
 def test_widths_that_are_no_powers_of_two(dim, values):
@@ -258,7 +264,7 @@ def test_pairs_that_are_stored_need_no_pass_over_queries(shape, monkeypatch):
     rows = torch.randn(HEADS, 2 * 150 + 1, DIM, generator=torch.Generator().manual_seed(3))
     for filter in (mc.Causal(), mc.Memory(200)):
         compare(mc.Exponential() * mc.Lookup(rows), filter, shape)
-    assert "stored_to_queries" in ran
+    assert "deltas" in ran
     assert "backward_queries" not in ran
 
 

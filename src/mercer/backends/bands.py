@@ -21,12 +21,8 @@ from .triton_plan import (
     sees_all,
     strides_of,
 )
-from .triton_sizes import shared_memory
+from .triton_sizes import EVERY, GRANULE, shared_memory
 
-# Queries whose bands begin with the same key; blocks of pairs are no larger.
-GRANULE = 64
-# How far the queries of a program are apart.
-EVERY = 8
 # Pairs of a band that is kept for the backward; a larger one is formed again.
 KEPT = 2**30
 
@@ -72,8 +68,9 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     size, rest_of, strides = 0, 0, [0] * 7
     table = v
     if x is not None and rows is not None:
-        rest_of, per_head = rows.numel(), _per_head(rows.contiguous())
-        x, rows, size = readable_rows(x), halves(rows, x.dtype), rows.shape[-1]
+        rows = rows.contiguous()
+        size, rest_of, per_head = rows.shape[-1], rows.numel(), _per_head(rows)
+        x, rows = readable_rows(x), halves(rows, x.dtype)
         constants |= _product(x)
         if static.clip > 1024 and x.dtype.itemsize == 2 and size <= 64:
             constants["BR"] = 128
@@ -105,7 +102,6 @@ def again(band: Tensor, bias: Bias, static: Static, v: Tensor) -> Tensor:
 
 def halves(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows in a dtype, and behind them what rounding took from them."""
-    rows = rows.contiguous()
     if dtype == rows.dtype:
         return rows
     out = rows.new_empty(2, *rows.shape, dtype=dtype)
@@ -156,21 +152,17 @@ def gradients(
     constants = common | _product(x)
     pairs, block = constants["BM"] * constants["BR"], constants["BR"] * constants["WIDTH"]
     dx = x.new_empty(x.shape)
+    # Without stored pairs, nobody reads the keys.
+    k, dq = stored or (x, dx)
     if stored is not None:
-        k, dq = stored
         ends.zero_()
-        helper(
-            "stored_to_queries", (_programs(num_queries, constants), batch * heads, 1),
-            constants | {"TOKENS": static.tokens, "WIDE": room(k.shape[-1])},
-            (dband, ends, k, rows.to(x.dtype), dq, dx),
-            (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
-             *strides_of(k, batch), static.slots[0].number),
-            _staged(v, 2 * pairs + block + constants["BR"] * room(k.shape[-1]), constants),
-        )  # fmt: skip
-        return [dx, _of_rows(grads, bias, static, v, constants)]
+        block += pairs + constants["BR"] * room(k.shape[-1])
     helper(
-        "band_to_queries", (_programs(num_queries, constants), batch * heads, 1), constants,
-        (dband, ends, rows.to(x.dtype), dx), (heads, *lengths, size, _per_head(rows)),
+        "band_to_queries", (_programs(num_queries, constants), batch * heads, 1),
+        constants | {"KEYS": room(k.shape[-1]) if stored else 0, "TOKENS": static.tokens},
+        (dband, ends, rows.to(x.dtype), k, dq, dx),
+        (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
+         *strides_of(k, batch), static.slots[0].number),
         _staged(v, pairs + block, constants),
     )  # fmt: skip
     return [dx, _of_rows(grads, bias, static, v, constants)]

@@ -389,8 +389,9 @@ def backward_keys(
                 stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0,
                 MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
                 _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN), FILTER,
-                _form(FORM, _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN)), SAME, span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, BN, TMA,
-                TILED, STORE, PART,
+                _form(FORM, _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN)), SAME,
+                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, BN, TMA, TILED,
+                STORE, PART,
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
@@ -695,8 +696,8 @@ def backward_queries(
                 svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1,
                 MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, SIDED,
                 _of_keys(span, FILTER, CLIP, SIDED), FILTER,
-                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN, WANT0, WANT1, DROPOUT,
-                PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, CUT,
+                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
+                WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, CUT,
             )  # fmt: skip
     # What all weights of a row move by together.
     moved = none

@@ -10,10 +10,10 @@ begins at multiples of 16 bytes in all lines. Sums over places are taken part by
 import triton
 import triton.language as tl
 
+from . import triton_sizes
 from .triton_kernels import LOG2E, _band_start, _row_of, _rows
 
-# Queries of a program are this far apart: as many half precision numbers as 16 bytes have.
-EVERY = tl.constexpr(8)
+EVERY = tl.constexpr(triton_sizes.EVERY)
 
 
 @triton.jit
@@ -30,6 +30,13 @@ def halves(X, OUT, count, BM: tl.constexpr):
 def _row(after, CLIP: tl.constexpr):
     """Which row, or column, of a table belongs to a distance."""
     return tl.minimum(tl.maximum(CLIP - after, 0), 2 * CLIP)
+
+
+@triton.jit
+def _late_first():
+    """The block and the residue of a program: late blocks have the most to do, and start first."""
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
+    return block, tl.program_id(0) % EVERY
 
 
 @triton.jit
@@ -66,9 +73,7 @@ def spread(
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    # Late blocks have the most to do: they start first.
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
-    residue = tl.program_id(0) % EVERY
+    block, residue = _late_first()
     if block * BM * EVERY + residue >= num_queries:
         return
     n = _places(block, residue, BM)
@@ -136,40 +141,62 @@ def _pulled(
 
 @triton.jit
 def band_to_queries(
-    DBAND, ENDS, ROWS, DX, num_heads, num_queries, num_keys, width, size, srh,
+    DBAND, ENDS, ROWS, K, DQ, DX, num_heads, group, num_queries, num_keys, width, size, wide, srh,
+    skb, skh, skt, scale,
     CLIP: tl.constexpr, SIDED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, PRECISION: tl.constexpr,
+    BR: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """dx_i = sum over distances of dscore_i row."""
+    """dx_i = sum over distances of dscore_i row.
+
+    With KEYS, the features of a block of them, also dq_i = scale sum_j ds_ij k_j: where the band has
+    all pairs of a causal filter. A block of keys is read a little before the same pairs by distance, so
+    that the cache still has them then.
+    """
     bh = tl.program_id(1)
-    h = (bh % num_heads).to(tl.int64)
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
-    residue = tl.program_id(0) % EVERY
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    block, residue = _late_first()
     if block * BM * EVERY + residue >= num_queries:
         return
     n = _places(block, residue, BM)
+    inside = n < num_queries
     place = num_keys - num_queries
+    i = n + place
     line = bh.to(tl.int64) * num_queries
     other = tl.num_programs(1).to(tl.int64) * num_queries
     acc = tl.zeros((BM, WIDTH), tl.float32)
+    dq = tl.zeros((BM, KEYS if KEYS > 0 else 16), tl.float32)
     early = block * BM * EVERY + place
     late = tl.minimum(early + BM * EVERY, num_keys) - 1
     # No key comes before the first.
     first = _aligned(tl.maximum(-CLIP, -late), residue, place)
-    last = 1 if SIDED else CLIP + 1
+    turns = tl.cdiv((1 if SIDED else CLIP + 1) - first, BR)
     # From here to there all pairs are, and no ends.
-    sure = first + tl.cdiv(tl.maximum(1 - CLIP, -early) - first, BR) * BR
-    sure = tl.maximum(sure, first)
+    sure = tl.maximum(tl.cdiv(tl.maximum(1 - CLIP, -early) - first, BR), 0)
     limit = 1 if SIDED else tl.minimum(CLIP, num_keys - late)
-    sure_stop = sure + tl.maximum(limit - sure, 0) // BR * BR
+    sure_stop = sure + tl.maximum(limit - first - sure * BR, 0) // BR
+    if KEYS > 0:
+        # And all see these keys.
+        sure_stop = tl.minimum(sure_stop, tl.maximum(tl.maximum(early + 1, 0) // BR, sure))
     for span in tl.static_range(3):
         if span == 0:
-            begin, end = first, tl.minimum(sure, last)
+            begin, end = 0, tl.minimum(sure, turns)
         elif span == 1:
             begin, end = sure, sure_stop
         else:
-            begin, end = sure_stop, last
-        for start in tl.range(begin, end, BR):
+            begin, end = sure_stop, turns
+        for turn in tl.range(begin, end):
+            if KEYS > 0:
+                j = turn * BR + tl.arange(0, BR)
+                at = DBAND + line * width + (n[:, None] * width + j[None, :])
+                if span == 1:
+                    pull = tl.load(at, mask=inside[:, None], other=0.0)
+                else:
+                    eights = (turn * BR + tl.arange(0, BR) // EVERY * EVERY)[None, :]
+                    pull = tl.load(at, mask=inside[:, None] & (eights < width), other=0.0)
+                    pull = tl.where(j[None, :] <= i[:, None], pull, 0.0)
+                k = _rows(K + b * skb + (h // group) * skh, skt, j, wide, KEYS, num_keys, True)
+                dq = tl.dot(pull, k, dq, input_precision=PRECISION)
+            start = first + turn * BR
             grad = _pulled(
                 DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
                 BR, span != 1,
@@ -178,80 +205,14 @@ def band_to_queries(
             rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
             acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
     e = tl.arange(0, WIDTH)
-    mask = (n < num_queries)[:, None] & (e < size)[None, :]
     target = DX + (line + n[:, None]) * size + e[None, :]
-    tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def stored_to_queries(
-    DBAND, ENDS, K, ROWS, DQ, DX, num_heads, group, num_queries, num_keys, width, size, wide, srh,
-    skb, skh, skt, scale,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    WIDE: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dx as above, and dq_i = scale sum_j ds_ij k_j, where all pairs of a causal filter are stored.
-
-    A block of keys is read a little before the same pairs by distance: the cache still has them then.
-    """
-    bh = tl.program_id(1)
-    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
-    residue = tl.program_id(0) % EVERY
-    if block * BM * EVERY + residue >= num_queries:
-        return
-    n = _places(block, residue, BM)
-    inside = n < num_queries
-    place = num_keys - num_queries
-    i = n + place
-    line = bh.to(tl.int64) * num_queries
-    dband = DBAND + line * width
-    keys = K + b * skb + (h // group) * skh
-    acc = tl.zeros((BM, WIDTH), tl.float32)
-    dq = tl.zeros((BM, WIDE), tl.float32)
-    early = block * BM * EVERY + place
-    late = tl.minimum(early + BM * EVERY, num_keys) - 1
-    first = _aligned(-late, residue, place)
-    turns = tl.cdiv(1 - first, BR)
-    # Distances that all queries have keys at begin here, and keys that not all see there.
-    sure = tl.minimum(tl.cdiv(tl.maximum(-early - first, 0), BR), turns)
-    sure_stop = tl.minimum(tl.maximum(tl.maximum(early + 1, 0) // BR, sure), turns - 1)
-    sure_stop = tl.maximum(sure_stop, sure)
-    for span in tl.static_range(3):
-        if span == 0:
-            begin, end = 0, sure
-        elif span == 1:
-            begin, end = sure, sure_stop
-        else:
-            begin, end = sure_stop, turns
-        for turn in tl.range(begin, end):
-            j = turn * BR + tl.arange(0, BR)
-            at = dband + (n[:, None] * width + j[None, :])
-            if span == 1:
-                pull = tl.load(at, mask=inside[:, None], other=0.0)
-            else:
-                eights = (turn * BR + tl.arange(0, BR) // EVERY * EVERY)[None, :]
-                pull = tl.load(at, mask=inside[:, None] & (eights < width), other=0.0)
-                pull = tl.where(j[None, :] <= i[:, None], pull, 0.0)
-            k = _rows(keys, skt, j, wide, WIDE, num_keys, True)
-            dq = tl.dot(pull, k, dq, input_precision=PRECISION)
-            start = first + turn * BR
-            grad = _pulled(
-                DBAND, ENDS, line, line, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
-                BR, span != 1,
-            )  # fmt: skip
-            of = _row(start + tl.arange(0, BR), CLIP)
-            rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
-            acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
-    e = tl.arange(0, WIDTH)
-    mask = inside[:, None] & (e < size)[None, :]
-    target = DX + (line + n[:, None]) * size + e[None, :]
-    tl.store(target, acc.to(DX.dtype.element_ty), mask=mask)
-    e = tl.arange(0, WIDE)
-    mask = inside[:, None] & (e < wide)[None, :]
-    row = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-    target = DQ + row[:, None] * wide + e[None, :]
-    tl.store(target, (dq * scale).to(DQ.dtype.element_ty), mask=mask)
+    tl.store(target, acc.to(DX.dtype.element_ty), mask=inside[:, None] & (e < size)[None, :])
+    if KEYS > 0:
+        e = tl.arange(0, KEYS)
+        row = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
+        target = DQ + row[:, None] * wide + e[None, :]
+        mask = inside[:, None] & (e < wide)[None, :]
+        tl.store(target, (dq * scale).to(DQ.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -13,6 +13,8 @@ two slots of features (E0, E1); logarithms are to the base 2.
 import triton
 import triton.language as tl
 
+from . import triton_sizes
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SQRT3 = tl.constexpr(1.7320508075688772)
@@ -36,8 +38,7 @@ NONE = tl.constexpr(0)
 FAR = tl.constexpr(1)
 BLOCKS = tl.constexpr(2)
 PAIRS = tl.constexpr(3)
-# Queries whose bands begin with the same key.
-GRANULE = tl.constexpr(64)
+GRANULE = tl.constexpr(triton_sizes.GRANULE)
 
 
 @triton.jit
@@ -209,6 +210,15 @@ def _key_range(low, high, b, first, lengths, num_keys, FILTER: tl.constexpr):
     return start, stop, sure_start, sure_stop
 
 
+@triton.constexpr_function
+def _odd(count):
+    """One more for a long window that is a multiple of 16: a block that shows nothing, at most.
+
+    With such a bound the ptxas of Triton 3.6 says that it waits for every product of the loop.
+    """
+    return count + (count >= 512 and count % 16 == 0)
+
+
 @triton.jit
 def _query_range(low, high, b, first, lengths, start_place, num_queries, FILTER: tl.constexpr):
     """The queries (counted from 0) that may see places low..high, and those that see them all."""
@@ -223,7 +233,7 @@ def _query_range(low, high, b, first, lengths, start_place, num_queries, FILTER:
             clause_start = tl.maximum(clause_start, low - start_place)
             sure_start = tl.maximum(sure_start, high - start_place)
         if FILTER[n][1] >= 0:
-            clause_stop = tl.minimum(clause_stop, high + FILTER[n][1] + 1 - start_place)
+            clause_stop = tl.minimum(clause_stop, high + _odd(FILTER[n][1] + 1) - start_place)
             sure_stop = tl.minimum(sure_stop, low + FILTER[n][1] + 1 - start_place)
         if FILTER[n][2] >= 0:
             clause_start = tl.maximum(clause_start, low - FILTER[n][2] - start_place)
@@ -333,7 +343,7 @@ def _band_at(band, n, j, num_queries, width, start):
     """The same pair by pair; beyond the band it goes on as it ends."""
     c = tl.minimum(tl.maximum(j - start, 0), width - 1)
     at = band + n.to(tl.int64) * width + c
-    return tl.load(at, mask=(n < num_queries) & (c >= 0), other=0.0)
+    return tl.load(at, mask=n < num_queries, other=0.0)
 
 
 @triton.jit
@@ -367,8 +377,10 @@ def _of_keys(span, filter, clip, sided):
 
     In turn: masked, beyond the table's reach, within it, masked.
     """
-    if clip < 0 or span == 1:
-        return NONE.value if clip < 0 else FAR.value
+    if clip < 0:
+        return NONE.value
+    if span == 1:
+        return FAR.value
     near = span == 2 or _all_near(filter, clip) or (span == 3 and not _ends_early(filter))
     return BLOCKS.value if near and sided else PAIRS.value
 
@@ -379,8 +391,10 @@ def _of_queries(span, filter, clip, sided, whole):
 
     In turn: masked, within the table's reach, beyond it, masked.
     """
-    if clip < 0 or span == 2:
-        return NONE.value if clip < 0 else FAR.value
+    if clip < 0:
+        return NONE.value
+    if span == 2:
+        return FAR.value
     first = span == 0 and whole and not any(clause[9] for clause in filter)
     near = span == 1 or _all_near(filter, clip) or first
     return BLOCKS.value if near and sided else PAIRS.value
@@ -636,8 +650,8 @@ def forward(
                 skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
                 LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
                 _of_keys(span, FILTER, CLIP, SIDED), FILTER,
-                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN, DROPOUT, PRECISION, BM,
-                BN, INSIDE, SPREAD, TMA, TILED,
+                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
+                DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED,
             )  # fmt: skip
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)

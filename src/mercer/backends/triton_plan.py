@@ -397,12 +397,7 @@ def cut_at_reach(static: Static, num_keys: int) -> list[Static]:
     ((causal, left, right, *middle, gap),) = static.filter
     if not causal or 0 <= left < clip or gap:
         return [static]
-    far = clip - 1
-    if num_keys <= clip and not clip % 64:
-        # Whatever is not less than all distances will do, but a bound that is a multiple of a block
-        # makes the compiler wait for each product.
-        far = max(num_keys - 1, clip - 2)
-    near = static._replace(filter=((causal, far, right, *middle, gap),))
+    near = static._replace(filter=((causal, clip - 1, right, *middle, gap),))
     if num_keys <= clip:
         return [near]
     plain = len(static.slots) == 1 and static.slots[0].link == 0

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 # How weights are formed, as triton_kernels.py has it.
 PLAIN, POLY, FLAT = 1, 2, 3
+# Queries whose bands begin with the same key: blocks of pairs are no larger. And how far the queries of
+# a program that reads bands by distance are apart: as many half precision numbers as 16 bytes have.
+GRANULE, EVERY = 64, 8
 
 
 class Sizes(NamedTuple):
@@ -136,8 +139,8 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
     )
     sizes = found or Sizes(16, 16, 4, 1)
     if c["CLIP"] >= 0:
-        # No larger than the granules of a band.
-        sizes = sizes._replace(queries=min(sizes.queries, 64), keys=min(sizes.keys, 64))
+        most = (min(sizes.queries, GRANULE), min(sizes.keys, GRANULE))
+        sizes = sizes._replace(queries=most[0], keys=most[1])
     return sizes
 
 

@@ -155,12 +155,12 @@ class RelativeSinusoid(Positional):
         batch, heads, num_queries, _ = x.shape
         if num_keys > MOST_KEYS or batch * heads * num_queries * num_keys > most_scores(x.device):
             return None
-        # More than there are: then no distance stands for those beyond it.
-        away = torch.arange(-num_keys - 1, num_keys + 2, device=x.device)[:, None]
+        # One more each way than there are: then no distance stands for those beyond it.
+        away = torch.arange(-num_keys, num_keys + 1, device=x.device)[:, None]
         # bfloat16 rounds more than waves of angles in float32 are off.
         wide = torch.float32 if x.dtype == torch.bfloat16 else torch.float64
         angle = away * frequencies(self.weight.shape[-1], self.base, x.device, wide)
-        waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(x.dtype)  # [2K + 3, P]
+        waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(x.dtype)  # [2K + 1, P]
         return Scored(q=x, rows=waves @ self.weight.to(x.dtype).mT)
 
     def _asking(self, q: Input) -> Tensor:
