@@ -1,0 +1,84 @@
+"""The pass over keys by groups of warps: nearer to float64 than the other, or as near."""
+
+import pytest
+import torch
+
+import mercer as mc
+from mercer.backends import hopper
+from mercer.backends.triton import INSTALLED
+from mercer.testing import Shape
+from mercer.testing.cases import Case
+
+DEVICE = torch.device("cuda")
+RUNS = INSTALLED and torch.cuda.is_available() and hopper.available(DEVICE)
+pytestmark = pytest.mark.skipif(not RUNS, reason="needs a Hopper GPU, and a Triton with Gluon")
+
+LONG = Shape(heads=2, kv_heads=2, queries=300, keys=300, values=128)
+CROSS = Shape(heads=4, kv_heads=2, queries=130, keys=390, values=64)
+DOCUMENTS = torch.arange(300).div(90, rounding_mode="floor").expand(2, -1)
+
+
+def _adaptive(dim):
+    kernel = mc.AdaptiveRBF(dim, heads=2)
+    torch.nn.init.normal_(kernel.weight, std=0.1)
+    return kernel
+
+
+def _sinusoids(dim):
+    return mc.Exponential() * mc.RelativeSinusoid()
+
+
+CASES = {
+    "plain": (lambda dim: mc.Exponential(), 64, mc.Causal(), CROSS),
+    "plain-full": (lambda dim: mc.Exponential(), 128, mc.Full(), LONG),
+    "plain-narrow": (lambda dim: mc.Exponential(), 40, mc.Causal(), CROSS),
+    "rbf": (lambda dim: mc.RBF([8.0, 11.0]), 128, mc.Causal(), LONG),
+    "rbf-window": (lambda dim: mc.RBF([8.0, 11.0]), 64, mc.Window(70, 30), LONG),
+    "rbf-padding": (lambda dim: mc.RBF(9.0), 64, mc.Causal() & mc.Padding([211, 0]), LONG),
+    "rbf-documents": (lambda dim: mc.RBF(9.0), 128, mc.Documents(DOCUMENTS), LONG),
+    "rbf-strided": (lambda dim: mc.RBF(9.0), 64, mc.Strided(17) | mc.Window(0, 20), LONG),
+    "alibi": (lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 64, mc.Causal(), LONG),
+    "adaptive": (_adaptive, 128, mc.Causal(), LONG),
+    "two-parts": (
+        lambda dim: mc.Exponential() * mc.Exponential(on="position"), 128, mc.Causal(), LONG
+    ),
+    "two-narrow-parts": (
+        lambda dim: mc.Exponential() * mc.Exponential(on="position"), 64, mc.Window(150, 0), CROSS
+    ),
+    "sinusoids": (_sinusoids, 64, mc.Causal(), LONG),
+}  # fmt: skip
+
+
+def run(name, dtype, monkeypatch):
+    """(What groups give, what the other pass gives, float64's, how often groups ran)."""
+    make, dim, filter, shape = CASES[name]
+    torch.manual_seed(0)
+    case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
+    ran = []
+    inner = hopper.keys
+    monkeypatch.setattr(hopper, "keys", lambda *a: (ran.append(1), inner(*a))[1])
+    got = case.run("triton", log_mass=True)
+    again = case.run("triton", log_mass=True)
+    assert all(torch.equal(got[name], again[name]) for name in got), "not the same bits"
+    monkeypatch.setattr(hopper, "takes", lambda p, copies: False)
+    other = case.run("triton", log_mass=True)
+    return got, other, case.run("reference", log_mass=True, wide=True), len(ran)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_groups_give_what_the_other_pass_gives(name, dtype, monkeypatch):
+    got, other, want, ran = run(name, dtype, monkeypatch)
+    assert ran == 2
+    for what, x in want.items():
+        finite = x.isfinite()
+        assert torch.equal(got[what].isneginf(), x.isneginf()), what
+        error, usual = ((y[what].double() - x)[finite].norm().item() for y in (got, other))
+        size = x[finite].norm().item()
+        assert error <= 1.1 * usual + 1e-4 * size, f"{what}: {error:.2e}, other {usual:.2e}"
+
+
+def test_float32_and_links_are_left_to_the_other_pass(monkeypatch):
+    monkeypatch.setattr(hopper, "keys", None)
+    for kernel, dtype in ((mc.RBF(8.0), torch.float32), (mc.Laplace(8.0), torch.bfloat16)):
+        Case(kernel.to(DEVICE), mc.Causal(), LONG, 64, 0, dtype, "cuda").run("triton")
