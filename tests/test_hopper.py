@@ -55,8 +55,9 @@ def run(name, dtype, monkeypatch):
     torch.manual_seed(0)
     case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
     ran = []
-    inner = hopper.keys
-    monkeypatch.setattr(hopper, "keys", lambda *a: (ran.append(1), inner(*a))[1])
+    for way in ("keys", "all_passes") if hopper.all_passes else ("keys",):
+        inner = getattr(hopper, way)
+        monkeypatch.setattr(hopper, way, lambda *a, inner=inner: (ran.append(1), inner(*a))[1])
     got = case.run("triton", log_mass=True)
     again = case.run("triton", log_mass=True)
     assert all(torch.equal(got[name], again[name]) for name in got), "not the same bits"
@@ -78,7 +79,25 @@ def test_groups_give_what_the_other_pass_gives(name, dtype, monkeypatch):
         assert error <= 1.1 * usual + 1e-4 * size, f"{what}: {error:.2e}, other {usual:.2e}"
 
 
+@pytest.mark.parametrize("name", ["rbf", "two-parts", "adaptive"])
+def test_heads_take_turns_where_pairs_are_many(name, monkeypatch):
+    got, *_ = run(name, torch.bfloat16, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(hopper, "PAIRS", 3 * 384 * 384)
+    in_turn, *_ = run(name, torch.bfloat16, monkeypatch)
+    assert all(torch.equal(got[name], in_turn[name]) for name in got)
+
+
+def test_pairs_that_are_too_many_are_not_stored(monkeypatch):
+    monkeypatch.setattr(hopper, "PAIRS", 384 * 384 - 1)
+    monkeypatch.setattr(hopper, "all_passes", None)
+    got, other, _, ran = run("rbf", torch.bfloat16, monkeypatch)
+    assert ran == 2
+    assert got.keys() == other.keys()
+
+
 def test_float32_and_links_are_left_to_the_other_pass(monkeypatch):
     monkeypatch.setattr(hopper, "keys", None)
+    monkeypatch.setattr(hopper, "all_passes", None)
     for kernel, dtype in ((mc.RBF(8.0), torch.float32), (mc.Laplace(8.0), torch.bfloat16)):
         Case(kernel.to(DEVICE), mc.Causal(), LONG, 64, 0, dtype, "cuda").run("triton")

@@ -18,6 +18,11 @@ from .triton_sizes import shared_memory
 GROUP = 64
 # The most features of two slots and the values that a group has the registers for.
 ROOM = 256
+# From so many features and values on, it pays to store what gradients of queries are made of; of
+# at most so many pairs at a time.
+WIDE, PAIRS = 256, 2**30
+# How the kernels that read it are cut: (queries, keys, warps, stages).
+TO_QUERIES, TO_KEYS = (128, 64, 8, 4), (64, 128, 8, 4)
 
 
 @lru_cache(maxsize=16)
@@ -47,28 +52,86 @@ def takes(p: Plan, grad_copies: bool) -> bool:
     return plain and copied and narrow and available(p.device)
 
 
+def stores(p: Plan, grad_copies: bool) -> bool:
+    """Whether the gradients of queries come from what the pass over keys stores, head by head."""
+    c = p.constants
+    wide = c["E0"] + c["E1"] + c["V"] >= WIDE and len(p.static.filter) == 1
+    # Numbers per key as columns of a product, where scales of queries need them.
+    steered = c["MODE0"] == 2 and c["HAS_COL0"] and not p.spread
+    fits = _aligned(p.static.shape[2]) * _aligned(p.num_keys) <= PAIRS
+    return wide and fits and not steered and takes(p, grad_copies)
+
+
 def keys(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
     of_keys: tuple[Any, ...],
 ) -> None:  # fmt: skip
     """The pass over keys; `rows` are dO, log_mass to the base 2, delta and dlog_mass."""
+    c = p.constants
+    tensors = _tensors(x, p, ready, rows, of_keys, x.v)
+    wide = c["E1"] > 0 and c["E0"] + c["E1"] + c["V"] > ROOM
+    for part in (1, 2) if wide else (0,):
+        _keys(p, part)(tensors, (*p.numbers(x.seed), 0))
+
+
+def all_passes(
+    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    of_keys: tuple[Any, ...], of_queries: tuple[Any, ...], lse: bool,
+) -> None:  # fmt: skip
+    """The pass over keys, and all that follows from what it stores, some heads at a time."""
+    c, static = p.constants, p.static
+    batch, heads, num_queries = static.shape
+    dq, ds, *_ = of_queries
+    two = c["E1"] > 0
+    size = (_aligned(p.num_keys), _aligned(num_queries))
+    most = min(batch * heads, PAIRS // (size[0] * size[1]))
+    # In equal shares, so that none keeps the device half busy.
+    count = -(-batch * heads // -(-batch * heads // most))
+    pairs = x.v.new_empty(1, count, *size)
+    tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP))
+    lengths = tensors[7]
+    bm, bn = TO_QUERIES[:2]
+    second = describe(ready.columns, bn, 16) if p.spread else x.v
+    to_queries = (
+        describe(pairs, bn, bm), describe(x.k[0], bn, c["E0"]),
+        describe(x.k[1], bn, c["E1"]) if two else second,
+        x.q[0], x.q[-1], x.scale[0], ready.col0, lengths, rows[3], rows[1], dq[0], dq[-1], ds[0],
+    )  # fmt: skip
+    to_keys: tuple[Any, ...] = ()
+    if two:
+        bm, bn = TO_KEYS[:2]
+        to_keys = (describe(pairs, bn, bm), describe(x.q[1], bm, c["E1"]), lengths, of_keys[0][1])
+    for offset in range(0, batch * heads, count):
+        own = min(count, batch * heads - offset)
+        numbers = (*p.numbers(x.seed), offset)
+        _keys(p, 1 if two else 0, own, store=True)(tensors, numbers)
+        _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
+        if two:
+            _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // (2 * GROUP)) * 2 * GROUP
+
+
+def _tensors(
+    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    of_keys: tuple[Any, ...], pairs: Any,
+) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _ = rows
     dk, dv, dcol, ds = of_keys
-    c = p.constants
-    two = c["E1"] > 0
-    tensors = (
-        _of(x.q[0]), _of(x.k[0]), _of(x.q[1]) if two else x.v, _of(x.k[1]) if two else x.v, _of(x.v),
-        x.scale[0], ready.col0, x.v if x.lengths is None else x.lengths,
-        x.v if x.ids is None else x.ids, _of(grad_out), lse2, delta,
-        _of(dk[0]), _of(dk[1]) if two else dk[0], _of(dv), dcol[0], ds[0],
+    two = p.constants["E1"] > 0
+    q1, k1, dk1 = (_of(x.q[1]), _of(x.k[1]), _of(dk[1])) if two else (x.v, x.v, x.v)
+    return (
+        _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), x.scale[0], ready.col0,
+        x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], ds[0],
     )  # fmt: skip
-    wide = two and c["E0"] + c["E1"] + c["V"] > ROOM
-    for part in (1, 2) if wide else (0,):
-        _launch(p, part)(tensors, p.numbers(x.seed))
 
 
-def _launch(p: Plan, part: int) -> Launch:
-    found = p.launches.get(("groups", part))
+def _keys(p: Plan, part: int, heads: int = 0, *, store: bool = False) -> Launch:
+    key = ("groups", part, heads, store)
+    found = p.launches.get(key)
     if found is not None:
         return found
     from . import triton_hopper
@@ -77,23 +140,47 @@ def _launch(p: Plan, part: int) -> Launch:
     names = ("E0", "E1", "V", "MODE0", "LOG0", "HAS_COL0", "FILTER", "SIMPLE")
     # Bytes of a row of all features; a block has three numbers beside each.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
-    left = shared_memory(p.device) - 2 * GROUP * row - 2048
+    left = shared_memory(p.device) - 2 * GROUP * (row + 2 * GROUP * store) - 2048
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
-        "STAGES": min(3, left // (GROUP * (row + 12))), "REGISTERS": 240,
+        "STAGES": min(3, left // (GROUP * (row + 12))), "STORE": store, "REGISTERS": 240,
     }  # fmt: skip
-    batch, heads, _ = p.static.shape
-    grid = (-(-p.num_keys // (2 * GROUP)), batch * heads, 1)
-    found = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})
-    p.launches["groups", part] = found
+    batch, all_heads, _ = p.static.shape
+    grid = (-(-p.num_keys // (2 * GROUP)), heads or batch * all_heads, 1)
+    found = p.launches[key] = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})
     return found
 
 
-def _of(x: Tensor) -> Any:
+def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
+    key = (name, heads, lse)
+    found = p.launches.get(key)
+    if found is not None:
+        return found
+    from . import triton_stored
+
+    c, slot = p.constants, p.static.slots[0]
+    flags = {"TOKENS": p.static.tokens}
+    if name == "stored_to_queries":
+        bm, bn, warps, stages = TO_QUERIES
+        names: tuple[str, ...] = ("E0", "E1", "MODE0", "LOG0", "HAS_COL0", "FILTER")
+        blocks = -(-p.static.shape[2] // bm)
+        flags = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse} | flags
+    else:
+        bm, bn, warps, stages = TO_KEYS
+        names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)
+    constants = {name: c[name] for name in names} | flags | {"BM": bm, "BN": bn}
+    options = {"num_warps": warps, "num_stages": stages}
+    kernel = getattr(triton_stored, name)
+    found = p.launches[key] = Launch(kernel, (blocks, heads, 1), constants, options)
+    return found
+
+
+def _of(x: Tensor, width: int = 0) -> Any:
     """x for the copy engine, in blocks of 64 rows."""
     cls, layout = _descriptor()
     found: Any = object.__new__(cls)
-    found.__dict__.update(describe(x, GROUP, room(x.shape[-1])).__dict__, layout=layout)
+    block = describe(x, GROUP, width or room(x.shape[-1]))
+    found.__dict__.update(block.__dict__, layout=layout)
     return found
 
 

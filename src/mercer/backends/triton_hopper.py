@@ -72,9 +72,9 @@ def _copy(
 @gluon.jit
 def _span(
     begin, end, dk0, dk1, dv, dc, k0, k1, v, c, factor, j, start, b, place, first, lengths, ids,
-    stride_ids, num_keys, q0s, q1s, gs, rows, full, empty,
+    stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, part, first_key,
     E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
-    FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+    FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr,
     SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr, SUMSV: gl.constexpr,
 ):  # fmt: skip
     """The blocks of queries from begin to end; all pairs lie transposed, [keys, queries]."""
@@ -111,13 +111,13 @@ def _span(
             weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMSV, 2))
             dv = warpgroup_mma(weights, gs.index(s), warpgroup_mma_init(dv), is_async=True)
         delta = rows.index(s * ROWS + 1).load(ACROSS)[None, :]
-        if MODE0 == 2:
-            g = dp * scale - delta * scale
-        else:
-            g = dp - delta
+        g = dp - delta
         if MASK:
             g = gl.where(seen, g, 0.0)
         u = g * p
+        found = u.to(DTYPE)
+        if MODE0 == 2:
+            u = u * scale
         if DCOL0 and PART != 2:
             dc += gl.sum(u, 1)
         u = u.to(DTYPE)
@@ -135,6 +135,15 @@ def _span(
                 warpgroup_mma_init(dk1),
                 is_async=True,
             )
+        if STORE:
+            # While the products run.
+            tma.store_wait(0)
+            pairs.store(found)
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(
+                PAIRS, [0, part, first_key, start + step * BLOCK], pairs
+            )
         dk0, dk1, dv = warpgroup_mma_wait(0, (dk0, dk1, dv))
         mbarrier.arrive(empty.index(s), count=1)
     return dk0, dk1, dv, dc
@@ -144,11 +153,11 @@ def _span(
 def _multiply(
     DK0, DK1, DV, C0, DC0, DS0, k0, k1, v, q0s, q1s, gs, rows, ready, full, empty, head0, ref0,
     LENGTHS, IDS, b, h, line_c, keys, sums, first_key, start, steps, sure_start, sure_stop,
-    place, first, stride_ids, num_keys,
+    place, first, stride_ids, num_keys, PAIRS, pairs, part,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SUM0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr,
-    STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    STAGES: gl.constexpr, STORE: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -183,8 +192,8 @@ def _multiply(
         if WHOLE or turn == 0:
             dk0, dk1, dv, dc = _span(
                 begin, end, dk0, dk1, dv, dc, k0, k1, v, c, factor, j, start, b, place, first, LENGTHS,
-                IDS, stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, E0, E1, MODE0, HAS_COL0,
-                DCOL0, FILTER, turn != 1, PART, STAGES, SCORES, SUMS0, SUMS1, SUMSV,
+                IDS, stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, part, first_key, E0, E1,
+                MODE0, HAS_COL0, DCOL0, FILTER, turn != 1, PART, STAGES, STORE, SCORES, SUMS0, SUMS1, SUMSV,
             )  # fmt: skip
     if PART != 2:
         if WANT0 and MODE0 == 1:
@@ -212,20 +221,25 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "first", "seed"])
+@gluon.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
 def backward_keys(
-    Q0, K0, Q1, K1, V_, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, DK0, DK1, DV, DC0, DS0,
+    Q0, K0, Q1, K1, V_, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, DS0,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout,
+    seed, number0, number1, dropout, offset,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    STORE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`."""
-    bh = gl.program_id(1)
+    """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
+
+    STORE: what gradients of queries are made of is stored for all pairs, [keys, queries], of the heads
+    from `offset` on.
+    """
+    part = gl.program_id(1)
+    bh = part + offset
     b, h = bh // num_heads, bh % num_heads
     low = gl.program_id(0) * (2 * OWN)
     high = gl.minimum(low + 2 * OWN, num_keys) - 1
@@ -235,8 +249,10 @@ def backward_keys(
     start, stop, sure_start, sure_stop = _query_range(
         low, high, b, first, LENGTHS, place, num_queries, FILTER
     )
-    start = gl.maximum(start, 0) // BLOCK * BLOCK
-    stop = gl.maximum(stop, start)
+    # Blocks that are stored are read by two.
+    ALIGN: gl.constexpr = 2 * BLOCK if STORE else BLOCK
+    start = gl.maximum(start, 0) // ALIGN * ALIGN
+    stop = gl.maximum((stop + ALIGN - 1) // ALIGN * ALIGN, start)
     steps = (stop - start + BLOCK - 1) // BLOCK
     if SIMPLE:
         sure_start = gl.minimum(gl.maximum((sure_start - start + BLOCK - 1) // BLOCK, 0), steps)
@@ -269,6 +285,9 @@ def backward_keys(
     if E1 > 0:
         k1s = gl.allocate_shared_memory(DTYPE, [2, OWN, E1], HALF)
         q1s = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, E1], HALF)
+    pairs = k0s
+    if STORE:
+        pairs = gl.allocate_shared_memory(DTYPE, [2, OWN, BLOCK], HALF)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, BLOCK], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -290,14 +309,14 @@ def backward_keys(
             (_multiply, (
                 DK0, DK1, DV, C0, DC0, DS0, k0s.index(0), k1s.index(0), vs.index(0), q0s, q1s, gs, rows,
                 ready, full, empty, head0, ref0, LENGTHS, IDS, b, h, line_c, keys, sums, low,
-                start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, E0, E1, V,
-                MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, SIMPLE,
+                start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, PAIRS, pairs.index(0), part,
+                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, SIMPLE,
             )),
             (_multiply, (
                 DK0, DK1, DV, C0, DC0, DS0, k0s.index(1), k1s.index(1), vs.index(1), q0s, q1s, gs, rows,
                 ready, full, empty, head0, ref0, LENGTHS, IDS, b, h, line_c, keys, sums, low + OWN,
-                start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, E0, E1, V,
-                MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, SIMPLE,
+                start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, PAIRS, pairs.index(1), part,
+                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, SIMPLE,
             )),
             (_copy, (
                 Q0, K0, Q1, K1, V_, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, rows, ready, full,

@@ -244,13 +244,18 @@ def backward(
     within = (dq, ds, drow, *dband)
     made = (out, low, lse)
     of_bias: list[Tensor] = []
-    if given.bias.rows is not None and stores(p):
+    banded = given.bias.rows is not None and stores(p)
+    stored = len(plans) == 1 and hopper.stores(p, copies(grad_out))
+    if banded or stored:
         helper(
             "deltas", (-(-num_queries // 64), batch * heads, 1),
             {"WIDTH": room(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
             (grad_out, grad_lse, out, low, lse, delta, lse2), (heads, num_queries, width),
         )  # fmt: skip
+    if stored:
+        hopper.all_passes(x, p, ready, rows, of_keys, within, given_lse)
+    elif banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
     else:

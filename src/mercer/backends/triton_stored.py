@@ -1,0 +1,106 @@
+"""Gradients from what the pass over keys has stored of all pairs: products, and no weights any more.
+
+Pairs lie [keys, queries], half precision, for the heads from an offset on. Those that a filter hides are
+zero, and blocks in which it hides all are not read.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_backward import _reference, _store_queries
+from .triton_kernels import COLUMNS, _block, _key_range, _query_range, _row_of, _rows, _scale
+
+
+@triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
+def stored_to_queries(
+    PAIRS, K0, K1, Q0, Q1, S0, C0, LENGTHS, GRAD_LSE, LSE2, DQ0, DQ1, DS0,
+    sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
+    num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
+    seed, number0, number1, dropout, offset,
+    E0: tl.constexpr, E1: tl.constexpr, MODE0: tl.constexpr, LOG0: tl.constexpr,
+    HAS_COL0: tl.constexpr, FILTER: tl.constexpr, NORM0: tl.constexpr, WANT0: tl.constexpr,
+    HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dq and dscale of one block of queries."""
+    part = tl.program_id(1)
+    bh = part + offset
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    n = block * BM + tl.arange(0, BM)
+    place = num_keys - num_queries
+    inside = n < num_queries
+    line = bh.to(tl.int64) * num_queries
+    none = tl.zeros((BM,), tl.float32)
+    # A scale of each query has a gradient that needs the numbers per key.
+    EACH: tl.constexpr = WANT0 and MODE0 == 2 and HAS_COL0
+    dq0 = tl.zeros((BM, E0), tl.float32)
+    dq1 = tl.zeros((BM, E1 if E1 > 0 else 16), tl.float32)
+    low = block * BM + place
+    high = tl.minimum(block * BM + BM, num_queries) - 1 + place
+    start, stop, _, _ = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
+    start = tl.maximum(start, 0) // BN * BN
+    h0, h1 = h // group0, h // group1
+    for key in tl.range(start, stop, BN):
+        u = tl.trans(PAIRS.load([0, part, key, block * BM]).reshape(BN, BM))
+        k = _block(K0, b, h0, skb0, skt0, key, e0, num_keys, BN, E0, False, True)
+        dq0 = tl.dot(u, k, dq0)
+        if E1 > 0:
+            k = _block(K1, b, h1, skb1, skt1, key, e1, num_keys, BN, E1, False, True)
+            dq1 = tl.dot(u, k, dq1)
+        elif EACH:
+            k = _block(K1, b, h1, skb1, skt1, key, 16, num_keys, BN, COLUMNS, False, True)
+            dq1 = tl.dot(u, k, dq1)
+    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
+    ref0 = _reference(C0 + b * scb0 + (h // gc0) * sch0, WANT0 and HAS_COL0 and MODE0 > 0)
+    moved = none
+    if HAS_LSE:
+        lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
+        moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
+    ds0 = none
+    if EACH:
+        e = tl.arange(0, 16)[None, :]
+        ds0 += tl.sum(dq1 * tl.where(e < 3, 1.0, tl.where(e == 3, -ref0, 0.0)), 1)
+    sums = line + bh.to(tl.int64) * num_keys
+    rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
+    q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
+    _store_queries(
+        dq0, ds0, none, q0, none, scale0, ref0 * moved, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0,
+        E0, MODE0, 0, NORM0, False, WANT0, False, False,
+    )  # fmt: skip
+    if E1 > 0:
+        _store_queries(
+            dq1, none, none, q0, none, scale0, none, DQ1, DS0, DS0, line, sums, rows, n, num_queries, e1, E1,
+            MODE0, 0, False, False, False, False, False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
+def stored_to_keys(
+    PAIRS, Q1, LENGTHS, DK1,
+    sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
+    num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
+    seed, number0, number1, dropout, offset,
+    E1: tl.constexpr, FILTER: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk of the second slot, of one block of keys."""
+    part = tl.program_id(1)
+    bh = part + offset
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    low = tl.program_id(0) * BN
+    high = tl.minimum(low + BN, num_keys) - 1
+    start, stop, _, _ = _query_range(
+        low, high, b, first, LENGTHS, num_keys - num_queries, num_queries, FILTER
+    )
+    dk = tl.zeros((BN, E1), tl.float32)
+    for query in tl.range(tl.maximum(start, 0) // BM * BM, stop, BM):
+        u = PAIRS.load([0, part, low, query]).reshape(BN, BM)
+        q = _block(Q1, b, h, sqb1, sqt1, query, e1, num_queries, BM, E1, False, True)
+        dk = tl.dot(u, q, dk)
+    j = low + tl.arange(0, BN)
+    rows = _row_of(b, h, j.to(tl.int64), bh.to(tl.int64) * num_keys, num_heads, num_keys, TOKENS)
+    e = tl.arange(0, E1)
+    mask = (j < num_keys)[:, None] & (e < e1)[None, :]
+    dk = (dk * number0).to(DK1.dtype.element_ty)
+    tl.store(DK1 + rows[:, None] * e1 + e[None, :], dk, mask=mask)
