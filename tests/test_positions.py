@@ -532,3 +532,14 @@ def test_an_odd_width_is_fine_where_no_sinusoid_is_used(position):
 def test_sizes_that_do_not_fit_raise(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_sinusoids_in_a_compiled_graph_are_one_operator():
+    places = torch.arange(-3, 4)
+    torch.library.opcheck(positional.form_sinusoid, (places, 8, 1e4, torch.float32))
+
+    def double(places):
+        return 2 * positional.sinusoid(places, 8, 1e4, torch.float64)
+
+    compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(places), double(places))

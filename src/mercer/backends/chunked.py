@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..operators import fake, learns, operator
 from ..spec import decode
 from ..term import Smoothed, accumulator, repeat
 from . import Task
 from .blocks import Blocks, block_side
-from .operators import fake, learns, operator
 
 name = "chunked"
 

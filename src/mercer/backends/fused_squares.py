@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operators import fake, learns, operator
+from ..operators import fake, learns, operator
 from .triton import INSTALLED
 from .triton_plan import INTERPRETED
 from .triton_sizes import HOPPER, shared_memory

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..operators import fake, learns, operator
 from ..taps import Boundary, sum_by_id
 from ..term import accumulator
 from . import plain_taps, taps_launch
-from .operators import fake, learns, operator
 from .plain_taps import Call
 from .triton import INSTALLED
 from .triton_plan import INTERPRETED, by_tokens, empty

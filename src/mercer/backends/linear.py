@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ..filters import And, Causal, Filter, Full, Padding
 from ..links import Power
+from ..operators import fake, learns, operator
 from ..term import Smoothed, accumulator, repeat
 from . import Task, fused_squares
-from .operators import fake, learns, operator
 from .squares import Walk, absorb, features, room, slices
 
 name = "linear"

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..filters import Causal, Filter, Full
+from ..operators import fake, learns, operator
 from ..term import Smoothed, Term, accumulator, as_column, join, repeat
 from . import Task
-from .operators import fake, learns, operator
 
 name = "sdpa"
 # The parts of a and b whose product is a b to three times the dtype's precision.

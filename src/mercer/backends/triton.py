@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..links import Matern12, Matern32, Matern52, Power, Rational
+from ..operators import fake, learns, operator
 from ..term import (
     BEND,
     Apart,
@@ -28,7 +29,6 @@ from ..term import (
     repeat,
 )
 from . import Task, bands, triton_launch, triton_plan
-from .operators import fake, learns, operator
 from .triton_launch import add
 from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, parse
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..features import Features, Input
+from ..operators import fake, operator
 from ..term import Factor, Relative, Scored, Slope, Term, accumulator
 from .base import Kernel
 
@@ -156,11 +157,8 @@ class RelativeSinusoid(Positional):
         if num_keys > MOST_KEYS or batch * heads * num_queries * num_keys > most_scores(x.device):
             return None
         # One more each way than there are: then no distance stands for those beyond it.
-        away = torch.arange(-num_keys, num_keys + 1, device=x.device)[:, None]
-        # bfloat16 rounds more than waves of angles in float32 are off.
-        wide = torch.float32 if x.dtype == torch.bfloat16 else torch.float64
-        angle = away * frequencies(self.weight.shape[-1], self.base, x.device, wide)
-        waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(x.dtype)  # [2K + 1, P]
+        away = torch.arange(-num_keys, num_keys + 1, device=x.device)
+        waves = sinusoid(away, self.weight.shape[-1], self.base, x.dtype)  # [2K + 1, P]
         return Scored(q=x, rows=waves @ self.weight.to(x.dtype).mT)
 
     def _asking(self, q: Input) -> Tensor:
@@ -327,9 +325,35 @@ def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return i[:, None] - torch.arange(num_keys, device=device)
 
 
-def frequencies(
-    width: int, base: float, device: torch.device, dtype: torch.dtype = torch.float64
-) -> Tensor:
+def frequencies(width: int, base: float, device: torch.device) -> Tensor:
     """w_p = base^(-2p / P), [P / 2]; in float64, for angles of long sequences."""
-    p = torch.arange(0, width, 2, device=device, dtype=dtype)
+    p = torch.arange(0, width, 2, device=device, dtype=torch.float64)
     return torch.pow(base, -p / width)
+
+
+def sinusoid(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
+    """Sines and cosines of every place at P / 2 frequencies, interleaved, [..., P]."""
+    if torch.compiler.is_compiling():
+        # A compiler would form them again beside everything they are added to.
+        return form_sinusoid(places, width, base, dtype)
+    return _form_sinusoid(places, width, base, dtype)
+
+
+def _form_sinusoid(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
+    step = frequencies(width, base, places.device)
+    # bfloat16 rounds more than waves of angles in float32 are off.
+    angle = places[..., None] * step.to(torch.float32 if dtype == torch.bfloat16 else step.dtype)
+    out = places.new_empty(*places.shape, width, dtype=dtype)
+    torch.sin(angle, out=out[..., 0::2])
+    torch.cos(angle, out=out[..., 1::2])
+    return out
+
+
+@operator
+def form_sinusoid(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
+    return _form_sinusoid(places, width, base, dtype)
+
+
+@fake(form_sinusoid)
+def _(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
+    return places.new_empty(*places.shape, width, dtype=dtype)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..kernels import ALiBi as ALiBiKernel
 from ..kernels import Exponential, Kernel, Lookup
 from ..kernels import RelativeSinusoid as RelativeSinusoidKernel
-from ..kernels.position import frequencies
+from ..kernels.position import frequencies, sinusoid
 
 
 class Sinusoid(nn.Module):
@@ -36,8 +36,7 @@ class Sinusoid(nn.Module):
     def forward(self, places: Tensor) -> Tensor:
         if self.dim % 2:
             raise ValueError(f"a sinusoid needs an even width, but came with {self.dim}")
-        angle = places[..., None] * frequencies(self.dim, self.base, places.device)
-        return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)  # [T or B, T, dim]
+        return sinusoid(places, self.dim, self.base, torch.float64)  # [T or B, T, dim]
 
 
 class Learned(nn.Module):
