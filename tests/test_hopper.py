@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends import hopper
+from mercer.backends import hopper, triton_plan
 from mercer.backends.triton import INSTALLED
 from mercer.testing import Shape
 from mercer.testing.cases import Case
@@ -22,6 +22,11 @@ def _adaptive(dim):
     kernel = mc.AdaptiveRBF(dim, heads=2)
     torch.nn.init.normal_(kernel.weight, std=0.1)
     return kernel
+
+
+def _band(dim):
+    """A table that reaches all keys."""
+    return mc.Exponential() * mc.Lookup(torch.nn.Parameter(torch.randn(2 * 400 + 1, dim)))
 
 
 def _sinusoids(dim):
@@ -45,6 +50,8 @@ CASES = {
     "two-narrow-parts": (
         lambda dim: mc.Exponential() * mc.Exponential(on="position"), 64, mc.Window(150, 0), CROSS
     ),
+    "band": (_band, 64, mc.Causal(), CROSS),
+    "band-wide": (_band, 128, mc.Causal(), LONG),
     "sinusoids": (_sinusoids, 64, mc.Causal(), LONG),
 }  # fmt: skip
 
@@ -54,6 +61,7 @@ def run(name, dtype, monkeypatch):
     make, dim, filter, shape = CASES[name]
     torch.manual_seed(0)
     case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
+    monkeypatch.setattr(triton_plan, "STORED", 1)
     ran = []
     for way in ("keys", "all_passes") if hopper.all_passes else ("keys",):
         inner = getattr(hopper, way)
@@ -61,7 +69,7 @@ def run(name, dtype, monkeypatch):
     got = case.run("triton", log_mass=True)
     again = case.run("triton", log_mass=True)
     assert all(torch.equal(got[name], again[name]) for name in got), "not the same bits"
-    monkeypatch.setattr(hopper, "takes", lambda p, copies: False)
+    monkeypatch.setattr(hopper, "takes", lambda *a: False)
     other = case.run("triton", log_mass=True)
     return got, other, case.run("reference", log_mass=True, wide=True), len(ran)
 

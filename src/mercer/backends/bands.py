@@ -5,6 +5,7 @@ A table comes as numbers for every distance, or as queries and rows whose produc
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from .triton_plan import (
     Bias,
     Static,
+    copies,
+    describe,
     helper,
     one_sided,
     processors,
@@ -58,12 +61,12 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     num_keys = v.shape[2]
     shape = shape_of(bias, static, num_keys)
     batch, heads, num_queries, width = shape
-    band = v.new_empty(shape, dtype=dtype_of(v.dtype))
+    band = _with_margins(v, shape, dtype_of(v.dtype))
     x, rows = bias.asking, bias.rows
     constants: dict[str, Any] = {
         "CLIP": static.clip, "SIDED": one_sided(static.filter), "SCORED": rows is not None,
         "REST": rows is not None and rows.dtype != v.dtype, "WIDTH": 16, "BM": 64,
-        "BR": 64, "PRECISION": "tf32",
+        "BR": 64, "PRECISION": "tf32", "TILED": False,
     }  # fmt: skip
     size, rest_of, strides = 0, 0, [0] * 7
     table = v
@@ -79,13 +82,37 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
         table = readable_rows(bias.table)
         strides[4:] = table.stride()[:3]
     block = constants["BR"] * constants["WIDTH"]
+    constants["TILED"] = rows is not None and has_lines(band, static.clip, num_keys)
+    lines = _lines(band, constants["BR"]) if constants["TILED"] else band
     helper(
         "spread", (_programs(num_queries, constants), batch * heads, 1), constants,
-        (v if x is None else x, v if rows is None else rows, table, band),
+        (v if x is None else x, v if rows is None else rows, table, lines, band),
         (heads, num_queries, num_keys, width, size, rest_of, *strides),
         _staged(v, 2 * block if constants["REST"] else block, constants),
     )  # fmt: skip
     return band
+
+
+def _with_margins(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Room for a band, and around it for lines by distance, which begin and end elsewhere."""
+    margin = _whole(shape[2]) + shape[3]
+    flat = like.new_empty(math.prod(shape) + 2 * margin, dtype=dtype)
+    return flat[margin : flat.numel() - margin].view(shape)
+
+
+def has_lines(band: Tensor, clip: int, num_keys: int) -> bool:
+    """Whether the copy engine can take it by distance: of all keys, and whole eights of queries."""
+    whole = clip >= num_keys and band.shape[2] % EVERY == 0 and band.dtype.itemsize == 2
+    return whole and band.storage_offset() > 0 and copies(band)
+
+
+def _lines(band: Tensor, distances: int) -> Any:
+    """A band by distance, as `_line` of triton_bands.py has it."""
+    batch, heads, num_queries, width = band.shape
+    early = _whole(num_queries)
+    strides = (num_queries * width, width, EVERY * (width + 1), 1)
+    shape = (batch * heads, EVERY, num_queries // EVERY, early + width)
+    return describe(band.as_strided(shape, strides, band.storage_offset() - early), 64, distances)
 
 
 def kept(band: Tensor) -> Tensor:
@@ -118,9 +145,9 @@ def empty_gradient(band: Tensor, static: Static, v: Tensor) -> tuple[Tensor, Ten
     # A causal pass visits all that is read again; others leave gaps.
     whole = sided and static.simple
     whole = whole and all(sees_all(c, static, v.shape[2]) for c in static.filter)
-    make = band.new_empty if whole else band.new_zeros
+    dband = _with_margins(v, shape, v.dtype)
     ends = band.new_empty(1 if sided else 2, *static.shape, dtype=torch.float32)
-    return make(shape, dtype=v.dtype), ends
+    return dband if whole else dband.zero_(), ends
 
 
 def gradients(
@@ -157,10 +184,17 @@ def gradients(
     if stored is not None:
         ends.zero_()
         block += pairs + constants["BR"] * room(k.shape[-1])
+    tiled = has_lines(dband, clip, num_keys)
+    lines, tiles = dband, dband
+    if tiled:
+        lines = _lines(dband, constants["BR"])
+        apart = dband.view(batch * heads, num_queries // EVERY, EVERY, width).transpose(1, 2)
+        tiles = describe(apart, constants["BM"], constants["BR"])
     helper(
         "band_to_queries", (_programs(num_queries, constants), batch * heads, 1),
-        constants | {"KEYS": room(k.shape[-1]) if stored else 0, "TOKENS": static.tokens},
-        (dband, ends, rows.to(x.dtype), k, dq, dx),
+        constants
+        | {"KEYS": room(k.shape[-1]) if stored else 0, "TOKENS": static.tokens, "TILED": tiled},
+        (dband, lines, tiles, ends, rows.to(x.dtype), k, dq, dx),
         (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
          *strides_of(k, batch), static.slots[0].number),
         _staged(v, pairs + block, constants),
@@ -185,8 +219,11 @@ def _of_rows(
     most = _programs(num_queries, constants) // EVERY
     parts = min(max(8 * processors(v.device) // (EVERY * heads * blocks), 1), most)
     sums = ends.new_empty(heads, EVERY * parts, count, size)
+    tiled = has_lines(dband, static.clip, v.shape[2])
+    lines = _lines(dband, constants["BR"]) if tiled else dband
     helper(
-        "band_to_rows", (EVERY * parts, heads, blocks), constants, (x, dband, ends, sums),
+        "band_to_rows", (EVERY * parts, heads, blocks), constants | {"TILED": tiled},
+        (x, dband, lines, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
         _staged(v, constants["BM"] * (constants["BR"] + constants["WIDTH"]), constants),
     )  # fmt: skip

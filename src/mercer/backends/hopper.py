@@ -37,11 +37,11 @@ def available(device: torch.device) -> bool:
     return bool(triton_hopper.backward_keys)
 
 
-def takes(p: Plan, grad_copies: bool) -> bool:
-    """Whether the pass over keys is one of these."""
+def takes(p: Plan, grad_copies: bool, banded: bool = False) -> bool:
+    """Whether the pass over keys is one of these; `banded`: with a band of all pairs."""
     c, (q0, q1, k0, k1, v, _) = p.constants, p.aligned
     two = c["E1"] > 0
-    plain = not (c["LINK0"] or c["HAS_ROW0"] or c["DROPOUT"]) and c["CLIP"] < 0
+    plain = not (c["LINK0"] or c["HAS_ROW0"] or c["DROPOUT"]) and (c["CLIP"] < 0 or banded)
     plain = plain and p.dtype.itemsize == 2
     if two:
         plain = plain and c["SAME"] and not c["HAS_COL1"] and c["E1"] in (64, 128)
@@ -64,14 +64,14 @@ def stores(p: Plan, grad_copies: bool) -> bool:
 
 def keys(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...],
+    of_keys: tuple[Any, ...], dband: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The pass over keys; `rows` are dO, log_mass to the base 2, delta and dlog_mass."""
-    c = p.constants
-    tensors = _tensors(x, p, ready, rows, of_keys, x.v)
+    c, banded = p.constants, dband is not None
+    tensors = _tensors(x, p, ready, rows, of_keys, x.v if dband is None else _of(dband, GROUP))
     wide = c["E1"] > 0 and c["E0"] + c["E1"] + c["V"] > ROOM
     for part in (1, 2) if wide else (0,):
-        _keys(p, part)(tensors, (*p.numbers(x.seed), 0))
+        _keys(p, part, store=banded, banded=banded)(tensors, (*p.numbers(x.seed), 0))
 
 
 def all_passes(
@@ -89,7 +89,7 @@ def all_passes(
     count = -(-batch * heads // -(-batch * heads // most))
     pairs = x.v.new_empty(1, count, *size)
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP))
-    lengths = tensors[7]
+    lengths = tensors[8]
     bm, bn = TO_QUERIES[:2]
     second = describe(ready.columns, bn, 16) if p.spread else x.v
     to_queries = (
@@ -122,15 +122,18 @@ def _tensors(
     dk, dv, dcol, ds = of_keys
     two = p.constants["E1"] > 0
     q1, k1, dk1 = (_of(x.q[1]), _of(x.k[1]), _of(dk[1])) if two else (x.v, x.v, x.v)
+    tiles = _of(ready.band, GROUP) if ready.band.numel() else x.v
     return (
-        _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), x.scale[0], ready.col0,
+        _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
         lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], ds[0],
     )  # fmt: skip
 
 
-def _keys(p: Plan, part: int, heads: int = 0, *, store: bool = False) -> Launch:
-    key = ("groups", part, heads, store)
+def _keys(
+    p: Plan, part: int, heads: int = 0, *, store: bool = False, banded: bool = False
+) -> Launch:
+    key = ("groups", part, heads, store, banded)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -143,7 +146,8 @@ def _keys(p: Plan, part: int, heads: int = 0, *, store: bool = False) -> Launch:
     left = shared_memory(p.device) - 2 * GROUP * (row + 2 * GROUP * store) - 2048
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
-        "STAGES": min(3, left // (GROUP * (row + 12))), "STORE": store, "REGISTERS": 240,
+        "STAGES": min(3, left // (GROUP * (row + 4 * GROUP * banded + 12))), "STORE": store,
+        "BANDED": banded, "REGISTERS": 240,
     }  # fmt: skip
     batch, all_heads, _ = p.static.shape
     grid = (-(-p.num_keys // (2 * GROUP)), heads or batch * all_heads, 1)

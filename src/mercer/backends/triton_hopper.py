@@ -28,9 +28,10 @@ ROWS = gl.constexpr(3)
 
 @gluon.jit
 def _copy(
-    Q0, K0, Q1, K1, V_, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, rows, ready, full, empty,
-    b0, b1, bk0, bk1, bv, b, h, h0, h1, hv, line, first_key, start, steps, num_queries,
+    Q0, K0, Q1, K1, V_, TILES, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, biases, rows, ready, full,
+    empty, b0, b1, bt, bk0, bk1, bv, b, h, h0, h1, hv, line, first_key, start, steps, num_queries,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, STAGES: gl.constexpr,
+    BANDED: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values once, then block after block of queries."""
     SIZE: gl.constexpr = BLOCK * 2
@@ -57,11 +58,15 @@ def _copy(
         if MODE0 == 2:
             scale = gl.load(S0 + line + n, mask=inside, other=0.0)
         mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(s), SIZE * (E0 + E1 + V))
+        mbarrier.expect(full.index(s), SIZE * (E0 + E1 + V + (2 * OWN if BANDED else 0)))
         tma.async_copy_global_to_shared(Q0, [b0, h, first, 0], full.index(s), q0s.index(s))
         if E1 > 0:
             tma.async_copy_global_to_shared(Q1, [b1, h, first, 0], full.index(s), q1s.index(s))
         tma.async_copy_global_to_shared(GRAD, [b, h, first, 0], full.index(s), gs.index(s))
+        if BANDED:
+            for own in gl.static_range(2):
+                at = [bt, h, first, first_key + own * OWN]
+                tma.async_copy_global_to_shared(TILES, at, full.index(s), biases.index(s * 2 + own))
         rows.index(s * ROWS).store(lse2)
         rows.index(s * ROWS + 1).store(delta)
         if MODE0 == 2:
@@ -72,9 +77,9 @@ def _copy(
 @gluon.jit
 def _span(
     begin, end, dk0, dk1, dv, dc, k0, k1, v, c, factor, j, start, b, place, first, lengths, ids,
-    stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, part, first_key,
+    stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, biases, own, h, part, first_key,
     E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
-    FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr,
+    FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
     SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr, SUMSV: gl.constexpr,
 ):  # fmt: skip
     """The blocks of queries from begin to end; all pairs lie transposed, [keys, queries]."""
@@ -99,6 +104,8 @@ def _span(
             e = t * factor + (c * factor)[:, None] - lse2
         else:
             e = t * factor - lse2
+        if BANDED:
+            e += biases.index(s * 2 + own).permute((1, 0)).load(SCORES).to(gl.float32)
         if MASK:
             i = start + step * BLOCK + place + gl.arange(0, BLOCK, ACROSS)
             seen = _visible(
@@ -153,11 +160,11 @@ def _span(
 def _multiply(
     DK0, DK1, DV, C0, DC0, DS0, k0, k1, v, q0s, q1s, gs, rows, ready, full, empty, head0, ref0,
     LENGTHS, IDS, b, h, line_c, keys, sums, first_key, start, steps, sure_start, sure_stop,
-    place, first, stride_ids, num_keys, PAIRS, pairs, part,
+    place, first, stride_ids, num_keys, PAIRS, pairs, biases, own, part,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SUM0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr,
-    STAGES: gl.constexpr, STORE: gl.constexpr, WHOLE: gl.constexpr,
+    STAGES: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -192,8 +199,8 @@ def _multiply(
         if WHOLE or turn == 0:
             dk0, dk1, dv, dc = _span(
                 begin, end, dk0, dk1, dv, dc, k0, k1, v, c, factor, j, start, b, place, first, LENGTHS,
-                IDS, stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, part, first_key, E0, E1,
-                MODE0, HAS_COL0, DCOL0, FILTER, turn != 1, PART, STAGES, STORE, SCORES, SUMS0, SUMS1, SUMSV,
+                IDS, stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, biases, own, h, part, first_key, E0, E1,
+                MODE0, HAS_COL0, DCOL0, FILTER, turn != 1, PART, STAGES, STORE, BANDED, SCORES, SUMS0, SUMS1, SUMSV,
             )  # fmt: skip
     if PART != 2:
         if WANT0 and MODE0 == 1:
@@ -223,7 +230,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
 def backward_keys(
-    Q0, K0, Q1, K1, V_, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, DS0,
+    Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, DS0,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
@@ -231,12 +238,12 @@ def backward_keys(
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    STORE: gl.constexpr, REGISTERS: gl.constexpr,
+    STORE: gl.constexpr, BANDED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
     STORE: what gradients of queries are made of is stored for all pairs, [keys, queries], of the heads
-    from `offset` on.
+    from `offset` on. BANDED: a band has all pairs, [queries, keys], and so has what is stored.
     """
     part = gl.program_id(1)
     bh = part + offset
@@ -288,6 +295,9 @@ def backward_keys(
     pairs = k0s
     if STORE:
         pairs = gl.allocate_shared_memory(DTYPE, [2, OWN, BLOCK], HALF)
+    biases = k0s
+    if BANDED:
+        biases = gl.allocate_shared_memory(TILES.dtype, [STAGES * 2, BLOCK, OWN], HALF)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, BLOCK], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -303,25 +313,26 @@ def backward_keys(
     bk0 = gl.where(skb0 == 0, 0, b)
     bk1 = gl.where(skb1 == 0, 0, b)
     bv = gl.where(svb == 0, 0, b)
+    bt = gl.where(stb == 0, 0, b)
     sums = line + keys + num_queries
     gl.warp_specialize(
         [
             (_multiply, (
                 DK0, DK1, DV, C0, DC0, DS0, k0s.index(0), k1s.index(0), vs.index(0), q0s, q1s, gs, rows,
                 ready, full, empty, head0, ref0, LENGTHS, IDS, b, h, line_c, keys, sums, low,
-                start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, PAIRS, pairs.index(0), part,
-                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, SIMPLE,
+                start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, PAIRS, pairs.index(0), biases, 0, part,
+                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, BANDED, SIMPLE,
             )),
             (_multiply, (
                 DK0, DK1, DV, C0, DC0, DS0, k0s.index(1), k1s.index(1), vs.index(1), q0s, q1s, gs, rows,
                 ready, full, empty, head0, ref0, LENGTHS, IDS, b, h, line_c, keys, sums, low + OWN,
-                start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, PAIRS, pairs.index(1), part,
-                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, SIMPLE,
+                start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, PAIRS, pairs.index(1), biases, 1, part,
+                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, BANDED, SIMPLE,
             )),
             (_copy, (
-                Q0, K0, Q1, K1, V_, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, rows, ready, full,
-                empty, bq0, bq1, bk0, bk1, bv, b, h, h // group0, h // group1, h // group_v, line, low,
-                start, steps, num_queries, E0, E1, V, MODE0, STAGES,
+                Q0, K0, Q1, K1, V_, TILES, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, biases, rows, ready, full,
+                empty, bq0, bq1, bt, bk0, bk1, bv, b, h, h // group0, h // group1, h // group_v, line, low,
+                start, steps, num_queries, E0, E1, V, MODE0, STAGES, BANDED,
             )),
         ],
         [4, 4],

@@ -312,8 +312,8 @@ def _backward_keys(
     grad_out, lse2, delta, _ = rows
     slots, numbers = p.static.slots, p.numbers(x.seed)
     dk, dv, dcol, ds = of_keys
-    if dband is None and not add and hopper.takes(p, copies(grad_out)):
-        return hopper.keys(x, p, ready, rows, of_keys)
+    if not add and hopper.takes(p, copies(grad_out), dband is not None):
+        return hopper.keys(x, p, ready, rows, of_keys, dband)
     wide = len(slots) == 2 and p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in (1, 2) if wide else (0,):
         launch = launch_of(
