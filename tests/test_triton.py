@@ -296,24 +296,6 @@ def test_a_band_of_half_precision(clip, monkeypatch):
     check_accuracy(kernel, heads=HEADS, dim=DIM, device=DEVICE, dtypes=(torch.float16,))
 
 
-@pytest.mark.parametrize("shape", [(200, 200), (72, 300), (520, 520)], ids=str)
-def test_a_band_of_all_keys_is_taken_by_distance(shape, monkeypatch):
-    """The copy engine gives what addresses give, line by line."""
-    monkeypatch.setattr(triton_plan, "STORED", 1)
-    rows = torch.randn(2 * 520 + 1, 16, generator=torch.Generator().manual_seed(3))
-    kernel = (mc.Exponential() * mc.Lookup(torch.nn.Parameter(rows))).to(DEVICE)
-    sizes = Shape(1, 2, 2, *shape, 16)
-    case = Case(kernel, mc.Causal(), sizes, 16, 0, torch.float16, DEVICE)
-    took = []
-    inner = bands._lines
-    monkeypatch.setattr(bands, "_lines", lambda *a: (took.append(1), inner(*a))[1])
-    by_distance = case.run("triton")
-    assert len(took) == 3
-    monkeypatch.setattr(bands, "has_lines", lambda *a: False)
-    by_address = case.run("triton")
-    assert all(torch.equal(by_distance[name], by_address[name]) for name in by_address)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="float32, all that the interpreter has, holds nothing")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["exponential", "rbf-per-head", "eq-9"])

@@ -5,7 +5,6 @@ A table comes as numbers for every distance, or as queries and rows whose produc
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 from .triton_plan import (
     Bias,
     Static,
-    copies,
-    describe,
     helper,
     one_sided,
     processors,
@@ -61,12 +58,12 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     num_keys = v.shape[2]
     shape = shape_of(bias, static, num_keys)
     batch, heads, num_queries, width = shape
-    band = _with_margins(v, shape, dtype_of(v.dtype))
+    band = v.new_empty(shape, dtype=dtype_of(v.dtype))
     x, rows = bias.asking, bias.rows
     constants: dict[str, Any] = {
         "CLIP": static.clip, "SIDED": one_sided(static.filter), "SCORED": rows is not None,
         "REST": rows is not None and rows.dtype != v.dtype, "WIDTH": 16, "BM": 64,
-        "BR": 64, "PRECISION": "tf32", "TILED": False,
+        "BR": 64, "PRECISION": "tf32",
     }  # fmt: skip
     size, rest_of, strides = 0, 0, [0] * 7
     table = v
@@ -75,44 +72,20 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
         size, rest_of, per_head = rows.shape[-1], rows.numel(), _per_head(rows)
         x, rows = readable_rows(x), halves(rows, x.dtype)
         constants |= _product(x)
-        if static.clip > 1024 and x.dtype.itemsize == 2 and size <= 64:
+        if _takes_more(x, static):
             constants["BR"] = 128
         strides[:4] = [*strides_of(x, batch), per_head]
     elif bias.table is not None:
         table = readable_rows(bias.table)
         strides[4:] = table.stride()[:3]
     block = constants["BR"] * constants["WIDTH"]
-    constants["TILED"] = rows is not None and has_lines(band, static.clip, num_keys)
-    lines = _lines(band, constants["BR"]) if constants["TILED"] else band
     helper(
         "spread", (_programs(num_queries, constants), batch * heads, 1), constants,
-        (v if x is None else x, v if rows is None else rows, table, lines, band),
+        (v if x is None else x, v if rows is None else rows, table, band),
         (heads, num_queries, num_keys, width, size, rest_of, *strides),
         _staged(v, 2 * block if constants["REST"] else block, constants),
     )  # fmt: skip
     return band
-
-
-def _with_margins(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Room for a band, and around it for lines by distance, which begin and end elsewhere."""
-    margin = _whole(shape[2]) + shape[3]
-    flat = like.new_empty(math.prod(shape) + 2 * margin, dtype=dtype)
-    return flat[margin : flat.numel() - margin].view(shape)
-
-
-def has_lines(band: Tensor, clip: int, num_keys: int) -> bool:
-    """Whether the copy engine can take it by distance: of all keys, and whole eights of queries."""
-    whole = clip >= num_keys and band.shape[2] % EVERY == 0 and band.dtype.itemsize == 2
-    return whole and band.storage_offset() > 0 and copies(band)
-
-
-def _lines(band: Tensor, distances: int) -> Any:
-    """A band by distance, as `_line` of triton_bands.py has it."""
-    batch, heads, num_queries, width = band.shape
-    early = _whole(num_queries)
-    strides = (num_queries * width, width, EVERY * (width + 1), 1)
-    shape = (batch * heads, EVERY, num_queries // EVERY, early + width)
-    return describe(band.as_strided(shape, strides, band.storage_offset() - early), 64, distances)
 
 
 def kept(band: Tensor) -> Tensor:
@@ -145,9 +118,9 @@ def empty_gradient(band: Tensor, static: Static, v: Tensor) -> tuple[Tensor, Ten
     # A causal pass visits all that is read again; others leave gaps.
     whole = sided and static.simple
     whole = whole and all(sees_all(c, static, v.shape[2]) for c in static.filter)
-    dband = _with_margins(v, shape, v.dtype)
+    make = band.new_empty if whole else band.new_zeros
     ends = band.new_empty(1 if sided else 2, *static.shape, dtype=torch.float32)
-    return dband if whole else dband.zero_(), ends
+    return make(shape, dtype=v.dtype), ends
 
 
 def gradients(
@@ -184,17 +157,10 @@ def gradients(
     if stored is not None:
         ends.zero_()
         block += pairs + constants["BR"] * room(k.shape[-1])
-    tiled = has_lines(dband, clip, num_keys)
-    lines, tiles = dband, dband
-    if tiled:
-        lines = _lines(dband, constants["BR"])
-        apart = dband.view(batch * heads, num_queries // EVERY, EVERY, width).transpose(1, 2)
-        tiles = describe(apart, constants["BM"], constants["BR"])
     helper(
         "band_to_queries", (_programs(num_queries, constants), batch * heads, 1),
-        constants
-        | {"KEYS": room(k.shape[-1]) if stored else 0, "TOKENS": static.tokens, "TILED": tiled},
-        (dband, lines, tiles, ends, rows.to(x.dtype), k, dq, dx),
+        constants | {"KEYS": room(k.shape[-1]) if stored else 0, "TOKENS": static.tokens},
+        (dband, ends, rows.to(x.dtype), k, dq, dx),
         (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
          *strides_of(k, batch), static.slots[0].number),
         _staged(v, pairs + block, constants),
@@ -211,6 +177,8 @@ def _of_rows(
     assert bias.rows is not None
     batch, heads, num_queries = static.shape
     x, total = readable_rows(bias.asking), bias.rows.shape[1]
+    if _takes_more(x, static):
+        constants = constants | {"BR": 128}
     size, count = x.shape[-1], static.clip + 1 if constants["SIDED"] else total
     lengths = (num_queries, v.shape[2], dband.shape[-1])
     # Up to seven distances more, for the sake of alignment.
@@ -219,11 +187,8 @@ def _of_rows(
     most = _programs(num_queries, constants) // EVERY
     parts = min(max(8 * processors(v.device) // (EVERY * heads * blocks), 1), most)
     sums = ends.new_empty(heads, EVERY * parts, count, size)
-    tiled = has_lines(dband, static.clip, v.shape[2])
-    lines = _lines(dband, constants["BR"]) if tiled else dband
     helper(
-        "band_to_rows", (EVERY * parts, heads, blocks), constants | {"TILED": tiled},
-        (x, dband, lines, ends, sums),
+        "band_to_rows", (EVERY * parts, heads, blocks), constants, (x, dband, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
         _staged(v, constants["BM"] * (constants["BR"] + constants["WIDTH"]), constants),
     )  # fmt: skip
@@ -259,6 +224,11 @@ def _product(x: Tensor) -> dict[str, Any]:
         "WIDTH": room(x.shape[-1]), "BM": 64, "BR": 32 if wide else 64,
         "PRECISION": "ieee" if wide else "tf32",
     }  # fmt: skip
+
+
+def _takes_more(x: Tensor, static: Static) -> bool:
+    """Whether blocks of twice as many distances are faster: of narrow features, and many."""
+    return static.clip > 1024 and x.dtype.itemsize == 2 and x.shape[-1] <= 64
 
 
 def _per_head(rows: Tensor) -> int:

@@ -61,27 +61,15 @@ def _columns(i, start, begin, width, BR: tl.constexpr):
 
 
 @triton.jit
-def _line(start, residue, place, num_queries):
-    """Where distance `start` is in the lines of queries EVERY apart, all of which begin alike.
-
-    A band of all keys is read there as [B H, EVERY, queries, distances]: one query further, a distance
-    is one place further, so that lines of such queries are EVERY (width + 1) apart.
-    """
-    return start + residue + place + (num_queries + 15) // 16 * 16
-
-
-@triton.jit
 def spread(
-    X, ROWS, TABLE, LINES, BAND, num_heads, num_queries, num_keys, width, size, rest_of, sxb, sxh, sxt, srh,
+    X, ROWS, TABLE, BAND, num_heads, num_queries, num_keys, width, size, rest_of, sxb, sxh, sxt, srh,
     stb, sth, stt,
     CLIP: tl.constexpr, SIDED: tl.constexpr, SCORED: tl.constexpr, REST: tl.constexpr,
     WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
-    TILED: tl.constexpr,
 ):  # fmt: skip
     """The bands of some queries: <x_i, row>, or what a table has, for every key.
 
-    REST: what rounding took from the rows lies `rest_of` behind them. TILED: the copy engine writes
-    what lies within the band for all of them, `LINES` as `_line` has it.
+    REST: what rounding took from the rows lies `rest_of` behind them.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -101,60 +89,36 @@ def spread(
     late = tl.minimum(early + BM * EVERY, num_keys) - 1
     first = _aligned(tl.maximum(1 - width, -late), residue, place)
     last = 1 if SIDED else tl.minimum(width - tl.minimum(early, CLIP), num_keys - early)
-    turns = tl.cdiv(tl.maximum(last - first, 0), BR)
-    # From here to there all of it is in the band.
-    sure, sure_stop = turns, turns
-    if TILED:
-        sure = tl.minimum(tl.cdiv(tl.maximum(-early - first, 0), BR), turns)
-        sure_stop = tl.minimum(tl.maximum((width - late - first) // BR, sure), turns)
-    for span in tl.static_range(3):
-        begin_turn, end_turn = 0, sure
-        if span == 1:
-            begin_turn, end_turn = sure, sure_stop
-        elif span == 2:
-            begin_turn, end_turn = sure_stop, turns
-        if TILED or span == 0:
-            for turn in tl.range(begin_turn, end_turn):
-                start = first + turn * BR
-                of = _row(start + tl.arange(0, BR), CLIP)
-                if SCORED:
-                    rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
-                    out = tl.dot(x, tl.trans(rows), input_precision=PRECISION)
-                    if REST:
-                        rest = ROWS + rest_of + h * srh
-                        rest = _rows(rest, size, of, size, WIDTH, 2 * CLIP + 1, True)
-                        out = tl.dot(x, tl.trans(rest), out, input_precision=PRECISION)
-                else:
-                    table = TABLE + b * stb + h * sth + n[:, None].to(tl.int64) * stt + of[None, :]
-                    out = tl.load(table, mask=inside[:, None], other=0.0)
-                out = out * LOG2E
-                if BAND.dtype.element_ty == tl.float16:
-                    out = tl.maximum(out, -65504.0, propagate_nan=tl.PropagateNan.ALL)
-                    out = tl.minimum(out, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-                out = out.to(BAND.dtype.element_ty)
-                if TILED and span == 1:
-                    line = _line(start, residue, place, num_queries)
-                    LINES.store([bh, residue, block * BM, line], out.reshape(1, 1, BM, BR))
-                else:
-                    c, there = _columns(i, start, begin, width, BR)
-                    # From a head's first place on, 32 bits are enough.
-                    at = band + (n[:, None] * width + c)
-                    tl.store(at, out, mask=there & inside[:, None])
+    for start in tl.range(first, last, BR):
+        of = _row(start + tl.arange(0, BR), CLIP)
+        if SCORED:
+            rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
+            out = tl.dot(x, tl.trans(rows), input_precision=PRECISION)
+            if REST:
+                rest = _rows(ROWS + rest_of + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
+                out = tl.dot(x, tl.trans(rest), out, input_precision=PRECISION)
+        else:
+            at = TABLE + b * stb + h * sth + n[:, None].to(tl.int64) * stt + of[None, :]
+            out = tl.load(at, mask=inside[:, None], other=0.0)
+        out = out * LOG2E
+        if BAND.dtype.element_ty == tl.float16:
+            out = tl.maximum(out, -65504.0, propagate_nan=tl.PropagateNan.ALL)
+            out = tl.minimum(out, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        c, there = _columns(i, start, begin, width, BR)
+        # From a head's first place on, 32 bits are enough.
+        at = band + (n[:, None] * width + c)
+        tl.store(at, out.to(BAND.dtype.element_ty), mask=there & inside[:, None])
 
 
 @triton.jit
 def _pulled(
-    DBAND, LINES, ENDS, bh, line, other, n, block, residue, start, place, num_queries, num_keys, width,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, MASK: tl.constexpr,
-    TILED: tl.constexpr,
+    DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP: tl.constexpr,
+    SIDED: tl.constexpr, BR: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a table's numbers from distance `start` on, its ends with all beyond them.
 
-    Without MASK all these pairs are there, and none is an end: TILED, the copy engine brings them.
+    Without MASK all these pairs are there, and none is an end.
     """
-    if TILED and not MASK:
-        at = [bh, residue, block * BM, _line(start, residue, place, num_queries)]
-        return LINES.load(at).reshape(BM, BR)
     i = n + place
     inside = n < num_queries
     c, there = _columns(i, start, _band_start(n, place, num_keys, width, CLIP), width, BR)
@@ -177,11 +141,10 @@ def _pulled(
 
 @triton.jit
 def band_to_queries(
-    DBAND, LINES, TILES, ENDS, ROWS, K, DQ, DX, num_heads, group, num_queries, num_keys, width, size, wide, srh,
+    DBAND, ENDS, ROWS, K, DQ, DX, num_heads, group, num_queries, num_keys, width, size, wide, srh,
     skb, skh, skt, scale,
     CLIP: tl.constexpr, SIDED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
-    TILED: tl.constexpr,
 ):  # fmt: skip
     """dx_i = sum over distances of dscore_i row.
 
@@ -225,9 +188,7 @@ def band_to_queries(
             if KEYS > 0:
                 j = turn * BR + tl.arange(0, BR)
                 at = DBAND + line * width + (n[:, None] * width + j[None, :])
-                if TILED and span == 1:
-                    pull = TILES.load([bh, residue, block * BM, turn * BR]).reshape(BM, BR)
-                elif span == 1:
+                if span == 1:
                     pull = tl.load(at, mask=inside[:, None], other=0.0)
                 else:
                     eights = (turn * BR + tl.arange(0, BR) // EVERY * EVERY)[None, :]
@@ -237,8 +198,8 @@ def band_to_queries(
                 dq = tl.dot(pull, k, dq, input_precision=PRECISION)
             start = first + turn * BR
             grad = _pulled(
-                DBAND, LINES, ENDS, bh, line, other, n, block, residue, start, place, num_queries,
-                num_keys, width, CLIP, SIDED, BM, BR, span != 1, TILED,
+                DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
+                BR, span != 1,
             )  # fmt: skip
             of = _row(start + tl.arange(0, BR), CLIP)
             rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
@@ -256,10 +217,10 @@ def band_to_queries(
 
 @triton.jit
 def band_to_rows(
-    X, DBAND, LINES, ENDS, DROWS, batch, num_heads, num_queries, num_keys, width, size, count, parts, sxb,
+    X, DBAND, ENDS, DROWS, batch, num_heads, num_queries, num_keys, width, size, count, parts, sxb,
     sxh, sxt,
     CLIP: tl.constexpr, SIDED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, PRECISION: tl.constexpr, TILED: tl.constexpr,
+    BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sum_i dscore_i x_i over every eighth place of a part, [H, 8 parts, count, size], the last rows."""
     h = tl.program_id(1).to(tl.int64)
@@ -289,8 +250,8 @@ def band_to_rows(
             line = (b * num_heads + h) * num_queries
             n = _places(block, residue, BM)
             grad = _pulled(
-                DBAND, LINES, ENDS, (b * num_heads + h).to(tl.int32), line, other, n, block, residue,
-                start, place, num_queries, num_keys, width, CLIP, SIDED, BM, BR, span == 0, TILED,
+                DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
+                BR, span == 0,
             )  # fmt: skip
             x = _rows(X + b * sxb + h * sxh, sxt, n, size, WIDTH, num_queries, True)
             acc = tl.dot(tl.trans(grad), x, acc, input_precision=PRECISION)
@@ -334,9 +295,21 @@ def band_to_table(
     other = tl.num_programs(1).to(tl.int64) * num_queries
     start = _aligned(-CLIP, residue, place) + tl.program_id(2) * BR
     out = _pulled(
-        DBAND, DBAND, ENDS, bh, line, other, n, 0, residue, start, place, num_queries, num_keys, width, CLIP,
-        SIDED, BM, BR, True, False,
-    )  # fmt: skip
+        DBAND,
+        ENDS,
+        line,
+        other,
+        n,
+        start,
+        place,
+        num_queries,
+        num_keys,
+        width,
+        CLIP,
+        SIDED,
+        BR,
+        True,
+    )
     column = CLIP - (start + tl.arange(0, BR))
     target = DTABLE + (line + n[:, None]) * (2 * CLIP + 1) + column[None, :]
     there = (column >= 0) & (column <= 2 * CLIP)

@@ -145,12 +145,15 @@ def _span(
         if STORE:
             # While the products run.
             tma.store_wait(0)
-            pairs.store(found)
+            if BANDED:
+                pairs.permute((1, 0)).store(found)
+                at = [b, h, start + step * BLOCK, first_key]
+            else:
+                pairs.store(found)
+                at = [0, part, first_key, start + step * BLOCK]
             fence_async_shared()
             gl.thread_barrier()
-            tma.async_copy_shared_to_global(
-                PAIRS, [0, part, first_key, start + step * BLOCK], pairs
-            )
+            tma.async_copy_shared_to_global(PAIRS, at, pairs)
         dk0, dk1, dv = warpgroup_mma_wait(0, (dk0, dk1, dv))
         mbarrier.arrive(empty.index(s), count=1)
     return dk0, dk1, dv, dc

@@ -493,19 +493,12 @@ def launch_of(
 _helpers: dict[tuple[Any, ...], Launch] = {}
 
 
-def _kind(x: Any) -> tuple[Any, ...]:
-    """What a kernel is compiled for, of a tensor or of what describes one."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16
-    return x.base.dtype, *x.block_shape
-
-
 def helper(
-    name: str, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Any, ...],
+    name: str, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
     numbers: tuple[int | float, ...], options: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
     """Start one of the small kernels."""
-    kinds = (_kind(x) for x in tensors)
+    kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
     key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
     found = _helpers.get(key)
     if found is None:
