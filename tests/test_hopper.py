@@ -1,5 +1,7 @@
 """The pass over keys by groups of warps: nearer to float64 than the other, or as near."""
 
+import math
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ RUNS = INSTALLED and torch.cuda.is_available() and hopper.available(DEVICE)
 pytestmark = pytest.mark.skipif(not RUNS, reason="needs a Hopper GPU, and a Triton with Gluon")
 
 LONG = Shape(heads=2, kv_heads=2, queries=300, keys=300, values=128)
+WIDE = Shape(heads=4, kv_heads=2, queries=130, keys=390, values=128)
 CROSS = Shape(heads=4, kv_heads=2, queries=130, keys=390, values=64)
 DOCUMENTS = torch.arange(300).div(90, rounding_mode="floor").expand(2, -1)
 
@@ -42,6 +45,9 @@ CASES = {
     "rbf-padding": (lambda dim: mc.RBF(9.0), 64, mc.Causal() & mc.Padding([211, 0]), LONG),
     "rbf-documents": (lambda dim: mc.RBF(9.0), 128, mc.Documents(DOCUMENTS), LONG),
     "rbf-strided": (lambda dim: mc.RBF(9.0), 64, mc.Strided(17) | mc.Window(0, 20), LONG),
+    "wide-cross": (lambda dim: mc.RBF(9.0), 128, mc.Causal(), WIDE),
+    "wide-window": (lambda dim: mc.RBF(9.0), 128, mc.Window(70, 30), LONG),
+    "wide-padding": (lambda dim: mc.RBF(9.0), 128, mc.Causal() & mc.Padding([211, 0]), LONG),
     "alibi": (lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 64, mc.Causal(), LONG),
     "adaptive": (_adaptive, 128, mc.Causal(), LONG),
     "two-parts": (
@@ -94,6 +100,32 @@ def test_heads_take_turns_where_pairs_are_many(name, monkeypatch):
     monkeypatch.setattr(hopper, "PAIRS", 3 * 384 * 384)
     in_turn, *_ = run(name, torch.bfloat16, monkeypatch)
     assert all(torch.equal(got[name], in_turn[name]) for name in got)
+
+
+@pytest.mark.parametrize("name", ["wide-cross", "wide-window", "wide-padding", "two-parts"])
+def test_no_pair_is_read_that_was_not_stored(name, monkeypatch):
+    got, *_ = run(name, torch.bfloat16, monkeypatch)
+    monkeypatch.undo()
+    space = hopper._space
+    monkeypatch.setattr(hopper, "_space", lambda *a: space(*a).fill_(math.nan))
+    among_nan, *_ = run(name, torch.bfloat16, monkeypatch)
+    assert all(torch.equal(got[name], among_nan[name]) for name in got)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_lies_token_by_token_gives_the_same(dim):
+    kernel = mc.RBF([8.0, 11.0]).to(DEVICE)
+    given = [torch.randn(2, 2, 200, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+
+    def results(turn):
+        inputs = [turn(x).requires_grad_() for x in given]
+        out = mc.smooth(kernel, *inputs, filter=mc.Causal(), backend="triton")
+        return out, *torch.autograd.grad(out.square().sum(), [*inputs, *kernel.parameters()])
+
+    turned = results(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert turned[1].transpose(1, 2).is_contiguous()
+    for a, b in zip(results(torch.clone), turned, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_pairs_that_are_too_many_are_not_stored(monkeypatch):

@@ -87,7 +87,7 @@ def all_passes(
     most = min(batch * heads, PAIRS // (size[0] * size[1]))
     # In equal shares, so that none keeps the device half busy.
     count = -(-batch * heads // -(-batch * heads // most))
-    pairs = x.v.new_empty(1, count, *size)
+    pairs = _space(x.v, 1, count, *size)
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP))
     lengths = tensors[8]
     bm, bn = TO_QUERIES[:2]
@@ -108,6 +108,10 @@ def all_passes(
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
+
+
+def _space(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape)
 
 
 def _aligned(length: int) -> int:
