@@ -296,6 +296,16 @@ def test_a_band_of_half_precision(clip, monkeypatch):
     check_accuracy(kernel, heads=HEADS, dim=DIM, device=DEVICE, dtypes=(torch.float16,))
 
 
+def test_scores_beyond_half_precision_are_its_largest():
+    rows = torch.tensor([-300.0, 300.0, 200.0])[:, None].expand(3, 16).contiguous()
+    kernel = (mc.Exponential() * mc.Lookup(rows)).to(DEVICE)
+    given = [torch.full((1, 1, 3, 16), x, dtype=torch.float16, device=DEVICE) for x in (200.0, 0.0)]
+    v = torch.arange(3.0, device=DEVICE).half()[None, None, :, None].expand(-1, -1, -1, 16)
+    out = mc.smooth(kernel, *given, v, filter=mc.Causal(), backend="triton")
+    # Those of distances 0 and 1 both are more than it has, so they come out alike, and finite.
+    assert torch.equal(out[0, 0, :, 0].cpu(), torch.tensor([0.0, 0.5, 1.0]).half())
+
+
 @pytest.mark.skipif(INTERPRETED, reason="float32, all that the interpreter has, holds nothing")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["exponential", "rbf-per-head", "eq-9"])

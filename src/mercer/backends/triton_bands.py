@@ -100,14 +100,16 @@ def spread(
         else:
             at = TABLE + b * stb + h * sth + n[:, None].to(tl.int64) * stt + of[None, :]
             out = tl.load(at, mask=inside[:, None], other=0.0)
-        out = out * LOG2E
+        out = (out * LOG2E).to(BAND.dtype.element_ty)
         if BAND.dtype.element_ty == tl.float16:
-            out = tl.maximum(out, -65504.0, propagate_nan=tl.PropagateNan.ALL)
-            out = tl.minimum(out, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+            # Two at a time, which is why this comes after rounding.
+            most = tl.full((1, 1), 65504.0, tl.float16)
+            out = tl.maximum(out, -most, propagate_nan=tl.PropagateNan.ALL)
+            out = tl.minimum(out, most, propagate_nan=tl.PropagateNan.ALL)
         c, there = _columns(i, start, begin, width, BR)
         # From a head's first place on, 32 bits are enough.
         at = band + (n[:, None] * width + c)
-        tl.store(at, out.to(BAND.dtype.element_ty), mask=there & inside[:, None])
+        tl.store(at, out, mask=there & inside[:, None])
 
 
 @triton.jit
