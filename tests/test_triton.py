@@ -14,6 +14,7 @@ import mercer as mc
 from mercer.backends import bands, triton_launch, triton_plan, triton_sizes
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.filters import Earlier
+from mercer.kernels import position as positional
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, rounding_of
 
@@ -404,6 +405,26 @@ def test_what_lies_token_by_token_gives_the_same_and_stays_so(name, compiled):
     assert turned[0].transpose(1, 2).is_contiguous()
     for a, b in zip(plain, turned, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40, 6), (1, 2, 33, 128)], ids=str)
+def test_sinusoids_are_turned_in_one_pass(shape, monkeypatch):
+    """The same as by complex numbers in float32, but for one rounding; and back."""
+    monkeypatch.setitem(positional.TURNS, DEVICE, positional.TURNS["cuda"])
+    *others, length, width = shape
+    wide = torch.randn(*others, length, 2 * width, device=DEVICE).half()
+    c = wide[..., :width].requires_grad_()
+    step = positional.frequencies(width, 1e4, c.device)
+    angle = torch.arange(1 - length, 1, device=DEVICE)[:, None] * step
+    turned = positional._turned(c, angle)
+    assert turned.dtype == torch.float16
+    exact = c.detach().float().requires_grad_()
+    want = positional._turned(exact, angle)
+    steer = torch.randn(shape, device=DEVICE).half()
+    (got_grad,) = torch.autograd.grad(turned, c, steer)
+    (want_grad,) = torch.autograd.grad(want, exact, steer.float())
+    for got, wanted in ((turned, want), (got_grad, want_grad)):
+        assert (got.float() - wanted).abs().max() <= 5e-4 * (1 + wanted.abs().max())
 
 
 def test_a_scale_of_zero_divides_nothing():

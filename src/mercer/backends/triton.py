@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.position import TURNS
 from ..links import Matern12, Matern32, Matern52, Power, Rational
 from ..operators import fake, learns, operator
 from ..term import (
@@ -284,6 +285,28 @@ class _Steer(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         return (*triton_launch.steer_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None)
+
+
+class _Turn(torch.autograd.Function):
+    """Coefficients of sinusoids turned by their places, in one pass each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+        ctx.save_for_backward(sin, cos)
+        return triton_launch.turn(triton_plan.readable_rows(x), sin, cos, 1.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        sin, cos = ctx.saved_tensors
+        return triton_launch.turn(triton_plan.readable_rows(grad), sin, cos, -1.0), None, None
+
+
+def _turn(c: Tensor, sin: Tensor, cos: Tensor) -> Tensor | None:
+    return None if _unavailable(c.device.type) else _Turn.apply(c, sin, cos)
+
+
+TURNS["cuda"] = _turn
 
 
 class _Fused(torch.autograd.Function):

@@ -392,3 +392,15 @@ def _steering(x: Tensor, w: Tensor, log: Tensor) -> tuple[int, ...]:
         heads, length, width, *strides_of(x, x.shape[0]), 0 if w.shape[0] == 1 else w.stride(0),
         0 if log.shape[0] == 1 else 1,
     )  # fmt: skip
+
+
+def turn(x: Tensor, sin: Tensor, cos: Tensor, sign: float) -> Tensor:
+    """Pairs of features turned by angles of their places, [B, H, T, P]; back with a sign of -1."""
+    batch, heads, length, width = x.shape
+    out = x.new_empty(x.shape)
+    helper(
+        "turn", (-(-length // 32), batch * heads, 1),
+        {"PAIRS": width // 2, "ROOM": room(width // 2), "BM": 32},
+        (x, sin, cos, out), (heads, length, *strides_of(x, batch), sign),
+    )  # fmt: skip
+    return out

@@ -77,6 +77,29 @@ def deltas(
 
 
 @triton.jit
+def turn(
+    X, SIN, COS, OUT, num_heads, length, sxb, sxh, sxt, sign,
+    PAIRS: tl.constexpr, ROOM: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """(s sin + o cos, o sin - s cos) of every pair (s, o) of a row, for cos times a sign."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = n < length
+    x = _rows(X + b * sxb + h * sxh, sxt, n, 2 * PAIRS, 2 * ROOM, length, True)
+    s, o = tl.split(x.to(tl.float32).reshape(BM, ROOM, 2))
+    e = tl.arange(0, ROOM)
+    at, mask = n[:, None] * PAIRS + e[None, :], inside[:, None] & (e < PAIRS)[None, :]
+    sin = tl.load(SIN + at, mask=mask, other=0.0)
+    cos = tl.load(COS + at, mask=mask, other=0.0) * sign
+    out = tl.join(s * sin + o * cos, o * sin - s * cos).reshape(BM, 2 * ROOM)
+    e = tl.arange(0, 2 * ROOM)
+    target = OUT + (bh.to(tl.int64) * length + n[:, None]) * (2 * PAIRS) + e[None, :]
+    mask = inside[:, None] & (e < 2 * PAIRS)[None, :]
+    tl.store(target, out.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def sum_to_scale(SUMS, GIVEN, OUT, batch, heads, count, stride, LOG: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The gradient of a head's scale, or of what it was formed from, of sums [B, H, count]."""
     h = tl.program_id(0).to(tl.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,9 @@ class Lookup(Positional):
         return f"exp(<{'q' if self.on == 'content' else f'q.{self.on}'}, a(i-j)> {scale})"
 
 
+# What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
+# has it says so.
+TURNS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {}
 # More sinusoids than these are more features than a fused kernel takes. On these devices they
 # become scores of all distances then, where there are not more keys or scores than this.
 WIDE, DEVICES, MOST_KEYS, MOST_SCORES = 256, ("cuda",), 8192, 2**32
@@ -139,13 +142,12 @@ class RelativeSinusoid(Positional):
             return (Term(biases=(scored,)),)
         # sin(i - j) and cos(i - j) by the angle sums: features of i times features of j
         c = self.coefficients(q)
-        c = c.to(accumulator(c.dtype))
         num_queries = c.shape[2]
         step = frequencies(c.shape[-1], self.base, c.device)
         # Counted from the last key: only differences matter, and recent ones matter most.
         i = torch.arange(1 - num_queries, 1, device=c.device)[:, None] * step  # [Q, P/2]
         j = torch.arange(1 - num_keys, 1, device=c.device)[:, None] * step  # [K, P/2]
-        keys = torch.stack([j.cos(), j.sin()], -1).flatten(-2).to(c.dtype)[None, None]
+        keys = torch.stack([j.cos(), j.sin()], -1).flatten(-2).to(accumulator(c.dtype))[None, None]
         return (Term(factors=(Factor(q=_turned(c, i), k=keys),)),)
 
     def _scored(self, q: Input, num_keys: int) -> Scored | None:
@@ -188,7 +190,14 @@ class RelativeSinusoid(Positional):
 
 def _turned(c: Tensor, angle: Tensor) -> Tensor:
     """(s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side."""
-    sin, cos = angle.sin().to(c.dtype), angle.cos().to(c.dtype)
+    dtype = accumulator(c.dtype)
+    sin, cos = angle.sin().to(dtype), angle.cos().to(dtype)
+    faster = TURNS.get(c.device.type)
+    if faster and c.dtype.itemsize == 2 and not torch.compiler.is_compiling():
+        turned = faster(c, sin, cos)
+        if turned is not None:
+            return turned
+    c = c.to(dtype)
     if torch.compiler.is_compiling():
         # A compiler fuses this; complex numbers it would only call.
         s, o = c[..., 0::2], c[..., 1::2]
