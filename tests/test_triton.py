@@ -407,6 +407,41 @@ def test_what_lies_token_by_token_gives_the_same_and_stays_so(name, compiled):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["eq-9", "rbf*rbf"])
+@pytest.mark.parametrize("room", [triton_launch.ROOM, 1], ids=["at-once", "in-turn"])
+def test_keys_without_a_gradient_change_no_other(name, room, monkeypatch):
+    """Keys that are places, say: their part of the pass is left out, if all of it is theirs."""
+    monkeypatch.setattr(triton_launch, "ROOM", room)
+    kernel = ALL[name]().to(DEVICE)
+    q, k, v = inputs(kernel, Shape(queries=40, keys=40), DIM, torch.float32, device=DEVICE)
+
+    def run(*learned):
+        for x in (*q.tensors(), *k.tensors(), v):
+            x.requires_grad_(False)
+        for x in learned:
+            x.requires_grad_()
+        out = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
+        return torch.autograd.grad(out.square().sum(), [*learned, *kernel.parameters()])
+
+    parts = []
+    start = triton_plan.Launch.__call__
+
+    def call(self, *rest):
+        parts.append(self.constants.get("PART"))
+        start(self, *rest)
+
+    most = (*q.tensors(), k.part("content"), v)
+    every = run(*most, k.part("position"))
+    monkeypatch.setattr(triton_plan.Launch, "__call__", call)
+    few = run(*most)
+    # Keys of a distance have a share in the gradient of its bandwidth.
+    assert {part for part in parts if part is not None} == (
+        {1} if name == "eq-9" else {1, 2} if room == 1 else {0}
+    )
+    both = zip(few, every[: len(most)] + every[len(most) + 1 :], strict=True)
+    assert all(torch.equal(a, b) for a, b in both)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 40, 6), (1, 2, 33, 128)], ids=str)
 def test_sinusoids_are_turned_in_one_pass(shape, monkeypatch):
     """The same as by complex numbers in float32, but for one rounding; and back."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .triton_plan import INTERPRETED, Inputs, Launch, Numbers, Plan, describe, room
+from .triton_plan import INTERPRETED, Inputs, Launch, Numbers, Plan, describe, key_parts, room
 from .triton_sizes import shared_memory
 
 # Keys that a group of warps owns, and queries of a block.
@@ -69,8 +69,7 @@ def keys(
     """The pass over keys; `rows` are dO, log_mass to the base 2, delta and dlog_mass."""
     c, banded = p.constants, dband is not None
     tensors = _tensors(x, p, ready, rows, of_keys, x.v if dband is None else _of(dband, GROUP))
-    wide = c["E1"] > 0 and c["E0"] + c["E1"] + c["V"] > ROOM
-    for part in (1, 2) if wide else (0,):
+    for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
         _keys(p, part, store=banded, banded=banded)(tensors, (*p.numbers(x.seed), 0))
 
 
@@ -106,7 +105,7 @@ def all_passes(
         numbers = (*p.numbers(x.seed), offset)
         _keys(p, 1 if two else 0, own, store=True)(tensors, numbers)
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
-        if two:
+        if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
 
 

@@ -126,7 +126,8 @@ def run(task: Task) -> Smoothed:
         cols.append(col)
         link, param = (0, 0.0) if f.link is None else _code(f.link)
         wants, saves = learns and scale.requires_grad, learns and col.requires_grad
-        facts.append(Slot(link, param, mode, number, norm, wants, saves, log))
+        keys = learns and f.k.requires_grad
+        facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys))
     dtype = task.v.dtype
     bias = _bias(task, shape)
     q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]

@@ -29,6 +29,7 @@ from .triton_plan import (
     describe,
     empty,
     helper,
+    key_parts,
     launch_of,
     plan,
     processors,
@@ -265,7 +266,10 @@ def backward(
         rows = (grad_out, lse2 - band[..., 0], delta, grad_lse)
         _backward(x, p, ready, rows, of_keys, within)
     dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
-    dk = [_reduced(y, to) for y, to in zip(dk, given.k, strict=True)]
+    dk = [
+        _reduced(y, to) if slot.keys or not n else torch.zeros_like(to)
+        for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
+    ]
     dscale = [
         _to_scale(y, to, slot, num_queries) if y.numel() else torch.zeros_like(to)
         for y, to, slot in zip(ds, given.scale, slots, strict=True)
@@ -314,8 +318,8 @@ def _backward_keys(
     dk, dv, dcol, ds = of_keys
     if not add and hopper.takes(p, copies(grad_out), dband is not None):
         return hopper.keys(x, p, ready, rows, of_keys, dband)
-    wide = len(slots) == 2 and p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
-    for part in (1, 2) if wide else (0,):
+    wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
+    for part in key_parts(slots, wide):
         launch = launch_of(
             p, "keys", grad_copies=copies(grad_out), part=part, add=add, store=dband is not None
         )

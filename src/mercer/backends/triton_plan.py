@@ -46,6 +46,7 @@ class Slot(NamedTuple):
     wants: bool  # the scale has a gradient
     saves: bool  # the number per key that came has a gradient
     log: Log = NO_LOG
+    keys: bool = True  # the keys have a gradient
 
 
 class Static(NamedTuple):
@@ -429,6 +430,17 @@ def stores(p: Plan) -> bool:
     whole = static.simple and STORED <= p.num_keys <= static.clip
     seen = whole and all(sees_all(clause, static, p.num_keys) for clause in static.filter)
     return plain and seen and p.aligned[5]
+
+
+def key_parts(slots: tuple[Slot, ...], wide: bool) -> tuple[int, ...]:
+    """The parts of a pass over keys: both slots at once, or one after the other where they are wide.
+
+    A second slot whose keys have no gradient, such as places, needs none.
+    """
+    *_, last = slots
+    if len(slots) == 2 and not (last.keys or last.wants or last.saves):
+        return (1,)
+    return (1, 2) if len(slots) == 2 and wide else (0,)
 
 
 def launch_of(
