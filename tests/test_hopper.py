@@ -98,6 +98,7 @@ def test_heads_take_turns_where_pairs_are_many(name, monkeypatch):
     got, *_ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(hopper, "PAIRS", 3 * 384 * 384)
+    monkeypatch.setattr(hopper, "LEAST", 0)
     in_turn, *_ = run(name, torch.bfloat16, monkeypatch)
     assert all(torch.equal(got[name], in_turn[name]) for name in got)
 
@@ -128,8 +129,9 @@ def test_what_lies_token_by_token_gives_the_same(dim):
         assert torch.equal(a, b)
 
 
-def test_pairs_that_are_too_many_are_not_stored(monkeypatch):
-    monkeypatch.setattr(hopper, "PAIRS", 384 * 384 - 1)
+@pytest.mark.parametrize("pairs", [384 * 384 - 1, 3 * 384 * 384])
+def test_pairs_of_too_few_heads_are_not_stored(pairs, monkeypatch):
+    monkeypatch.setattr(hopper, "PAIRS", pairs)
     monkeypatch.setattr(hopper, "all_passes", None)
     got, other, _, ran = run("rbf", torch.bfloat16, monkeypatch)
     assert ran == 2
