@@ -32,8 +32,8 @@ ROOM = 256
 # From so many features and values on, it pays to store what gradients of queries are made of; of
 # at most so many pairs at a time.
 WIDE, PAIRS = 256, 2**30
-# At least so many programs of a share of the heads for each processor: with 4 it was 2 % faster than
-# not to store, with 8 10 %.
+# At least so many programs of a share of the heads for each processor: with 4 it was 2 % faster
+# than not to store, with 8 10 %.
 LEAST = 3
 # How the kernels that read it are cut: (queries, keys, warps, stages).
 TO_QUERIES, TO_KEYS = (128, 64, 8, 4), (64, 128, 8, 4)
