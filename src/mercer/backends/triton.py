@@ -1,7 +1,8 @@
 """Fused kernels on the GPU: any term of one or two factors, forward and backward, any filter.
 
-What this must meet: memory linear in T; no silent TF32; the number per key, scales, rows and
-tables in float32, each with its gradient and without atomics; feature parts read where they lie.
+What this must meet: memory linear in T, but for tables and for at most 2 GiB while a backward runs
+(hopper.py); no silent TF32; the number per key, scales, rows and tables in float32, each with its
+gradient and without atomics; feature parts read where they lie.
 The kernels are in triton_kernels.py and triton_backward.py, in one opaque operator each way.
 """
 
