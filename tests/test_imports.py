@@ -13,9 +13,9 @@ ROOT = Path(mercer.__file__).parent
 
 # Each may import only what stands before it.
 ORDER = [
-    ("spec",),
+    ("spec", "operators"),
     ("term", "filters"),
-    ("links", "features", "taps", "growing"),
+    ("links", "features", "taps", "growing", "sinusoids"),
     ("kernels", "backends"),
     ("rules",),
     ("dispatch",),

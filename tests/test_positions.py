@@ -7,6 +7,7 @@ import torch
 
 import mercer as mc
 from mercer import nn as mn
+from mercer import sinusoids
 from mercer.dispatch import BACKENDS
 from mercer.kernels import position as positional
 from mercer.problem import prepare
@@ -536,10 +537,10 @@ def test_sizes_that_do_not_fit_raise(build, message):
 
 def test_sinusoids_in_a_compiled_graph_are_one_operator():
     places = torch.arange(-3, 4)
-    torch.library.opcheck(positional.form_sinusoid, (places, 8, 1e4, torch.float32))
+    torch.library.opcheck(sinusoids.form_sinusoid, (places, 8, 1e4, torch.float32, True))
 
     def double(places):
-        return 2 * positional.sinusoid(places, 8, 1e4, torch.float64)
+        return 2 * sinusoids.sinusoid(places, 8, 1e4, torch.float64)
 
     compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(places), double(places))

@@ -11,10 +11,10 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
+from mercer import sinusoids
 from mercer.backends import bands, triton_launch, triton_plan, triton_sizes
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.filters import Earlier
-from mercer.kernels import position as positional
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, rounding_of
 
@@ -445,16 +445,15 @@ def test_keys_without_a_gradient_change_no_other(name, room, monkeypatch):
 @pytest.mark.parametrize("shape", [(2, 3, 40, 6), (1, 2, 33, 128)], ids=str)
 def test_sinusoids_are_turned_in_one_pass(shape, monkeypatch):
     """The same as by complex numbers in float32, but for one rounding; and back."""
-    monkeypatch.setitem(positional.TURNS, DEVICE, positional.TURNS["cuda"])
+    monkeypatch.setitem(sinusoids.TURNS, DEVICE, sinusoids.TURNS["cuda"])
     *others, length, width = shape
     wide = torch.randn(*others, length, 2 * width, device=DEVICE).half()
     c = wide[..., :width].requires_grad_()
-    step = positional.frequencies(width, 1e4, c.device)
-    angle = torch.arange(1 - length, 1, device=DEVICE)[:, None] * step
-    turned = positional._turned(c, angle)
+    places = torch.arange(1 - length, 1, device=DEVICE)
+    turned = sinusoids.turned(c, places, 1e4)
     assert turned.dtype == torch.float16
     exact = c.detach().float().requires_grad_()
-    want = positional._turned(exact, angle)
+    want = sinusoids.turned(exact, places, 1e4)
     steer = torch.randn(shape, device=DEVICE).half()
     (got_grad,) = torch.autograd.grad(turned, c, steer)
     (want_grad,) = torch.autograd.grad(want, exact, steer.float())

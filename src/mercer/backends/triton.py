@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.position import TURNS
 from ..links import Matern12, Matern32, Matern52, Power, Rational
 from ..operators import fake, learns, operator
+from ..sinusoids import TURNS
 from ..term import (
     BEND,
     Apart,
@@ -293,19 +293,19 @@ class _Turn(torch.autograd.Function):
     """Coefficients of sinusoids turned by their places, in one pass each way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-        ctx.save_for_backward(sin, cos)
-        return triton_launch.turn(triton_plan.readable_rows(x), sin, cos, 1.0)
+    def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
+        ctx.save_for_backward(waves)
+        return triton_launch.turn(triton_plan.readable_rows(x), waves, 1.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        sin, cos = ctx.saved_tensors
-        return triton_launch.turn(triton_plan.readable_rows(grad), sin, cos, -1.0), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (waves,) = ctx.saved_tensors
+        return triton_launch.turn(triton_plan.readable_rows(grad), waves, -1.0), None
 
 
-def _turn(c: Tensor, sin: Tensor, cos: Tensor) -> Tensor | None:
-    return None if _unavailable(c.device.type) else _Turn.apply(c, sin, cos)
+def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
+    return None if _unavailable(c.device.type) else _Turn.apply(c, waves)
 
 
 TURNS["cuda"] = _turn

@@ -398,13 +398,13 @@ def _steering(x: Tensor, w: Tensor, log: Tensor) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def turn(x: Tensor, sin: Tensor, cos: Tensor, sign: float) -> Tensor:
+def turn(x: Tensor, waves: Tensor, sign: float) -> Tensor:
     """Pairs of features turned by angles of their places, [B, H, T, P]; back with a sign of -1."""
     batch, heads, length, width = x.shape
     out = x.new_empty(x.shape)
     helper(
         "turn", (-(-length // 32), batch * heads, 1),
         {"PAIRS": width // 2, "ROOM": room(width // 2), "BM": 32},
-        (x, sin, cos, out), (heads, length, *strides_of(x, batch), sign),
+        (x, waves, out), (heads, length, *strides_of(x, batch), sign),
     )  # fmt: skip
     return out

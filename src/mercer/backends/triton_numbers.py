@@ -78,20 +78,19 @@ def deltas(
 
 @triton.jit
 def turn(
-    X, SIN, COS, OUT, num_heads, length, sxb, sxh, sxt, sign,
+    X, WAVES, OUT, num_heads, length, sxb, sxh, sxt, sign,
     PAIRS: tl.constexpr, ROOM: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """(s sin + o cos, o sin - s cos) of every pair (s, o) of a row, for cos times a sign."""
+    """(s sin + o cos, o sin - s cos) of every pair (s, o) of a row; waves are (sin, sign cos)."""
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = n < length
     x = _rows(X + b * sxb + h * sxh, sxt, n, 2 * PAIRS, 2 * ROOM, length, True)
     s, o = tl.split(x.to(tl.float32).reshape(BM, ROOM, 2))
-    e = tl.arange(0, ROOM)
-    at, mask = n[:, None] * PAIRS + e[None, :], inside[:, None] & (e < PAIRS)[None, :]
-    sin = tl.load(SIN + at, mask=mask, other=0.0)
-    cos = tl.load(COS + at, mask=mask, other=0.0) * sign
+    waves = _rows(WAVES, 2 * PAIRS, n, 2 * PAIRS, 2 * ROOM, length, True)
+    sin, cos = tl.split(waves.reshape(BM, ROOM, 2))
+    cos *= sign
     out = tl.join(s * sin + o * cos, o * sin - s * cos).reshape(BM, 2 * ROOM)
     e = tl.arange(0, 2 * ROOM)
     target = OUT + (bh.to(tl.int64) * length + n[:, None]) * (2 * PAIRS) + e[None, :]

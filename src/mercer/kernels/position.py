@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..features import Features, Input
-from ..operators import fake, operator
+from ..sinusoids import sinusoid, turned, waves
 from ..term import Factor, Relative, Scored, Slope, Term, accumulator
 from .base import Kernel
 
@@ -86,9 +86,6 @@ class Lookup(Positional):
         return f"exp(<{'q' if self.on == 'content' else f'q.{self.on}'}, a(i-j)> {scale})"
 
 
-# What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
-# has it says so.
-TURNS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {}
 # More sinusoids than these are more features than a fused kernel takes. On these devices they
 # become scores of all distances then, where there are not more keys or scores than this.
 WIDE, DEVICES, MOST_KEYS, MOST_SCORES = 256, ("cuda",), 8192, 2**32
@@ -130,8 +127,7 @@ class RelativeSinusoid(Positional):
     def log_weight(self, q: Input, k: Input) -> Tensor:
         c = self.coefficients(q)
         away = distances(c.shape[2], Features.of(k).length, c.device)
-        angle = away[..., None] * frequencies(c.shape[-1], self.base, c.device)  # [Q, K, P/2]
-        sin, cos = angle.sin().to(c.dtype), angle.cos().to(c.dtype)
+        sin, cos = waves(away, c.shape[-1], self.base, c.dtype)  # [Q, K, P / 2]
         return torch.einsum("bhip,ijp->bhij", c[..., 0::2], sin) + torch.einsum(
             "bhip,ijp->bhij", c[..., 1::2], cos
         )
@@ -142,13 +138,12 @@ class RelativeSinusoid(Positional):
             return (Term(biases=(scored,)),)
         # sin(i - j) and cos(i - j) by the angle sums: features of i times features of j
         c = self.coefficients(q)
-        num_queries = c.shape[2]
-        step = frequencies(c.shape[-1], self.base, c.device)
         # Counted from the last key: only differences matter, and recent ones matter most.
-        i = torch.arange(1 - num_queries, 1, device=c.device)[:, None] * step  # [Q, P/2]
-        j = torch.arange(1 - num_keys, 1, device=c.device)[:, None] * step  # [K, P/2]
-        keys = torch.stack([j.cos(), j.sin()], -1).flatten(-2).to(accumulator(c.dtype))[None, None]
-        return (Term(factors=(Factor(q=_turned(c, i), k=keys),)),)
+        i = torch.arange(1 - c.shape[2], 1, device=c.device)
+        j = torch.arange(1 - num_keys, 1, device=c.device)
+        sin, cos = waves(j, c.shape[-1], self.base, accumulator(c.dtype))
+        keys = torch.stack([cos, sin], -1).flatten(-2)[None, None]  # [1, 1, K, P]
+        return (Term(factors=(Factor(q=turned(c, i, self.base), k=keys),)),)
 
     def _scored(self, q: Input, num_keys: int) -> Scored | None:
         """<x_i, weight sinusoid(d)> of every distance d, where that is better than features."""
@@ -160,8 +155,9 @@ class RelativeSinusoid(Positional):
             return None
         # One more each way than there are: then no distance stands for those beyond it.
         away = torch.arange(-num_keys, num_keys + 1, device=x.device)
-        waves = sinusoid(away, self.weight.shape[-1], self.base, x.dtype)  # [2K + 1, P]
-        return Scored(q=x, rows=waves @ self.weight.to(x.dtype).mT)
+        width, wide = self.weight.shape[-1], x.dtype != torch.bfloat16
+        rows = sinusoid(away, width, self.base, x.dtype, wide=wide)  # [2K + 1, P]
+        return Scored(q=x, rows=rows @ self.weight.to(x.dtype).mT)
 
     def _asking(self, q: Input) -> Tensor:
         """The queries' part, [B, H, Q, P], or with a weight [B, H, Q, D]."""
@@ -186,29 +182,6 @@ class RelativeSinusoid(Positional):
     def formula(self) -> str:
         part = f"q.{self.on}" if self.weight is None else f"q.{self.on} W"
         return f"exp(<{part}, sinusoid(i-j)>)"
-
-
-def _turned(c: Tensor, angle: Tensor) -> Tensor:
-    """(s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side."""
-    dtype = accumulator(c.dtype)
-    sin, cos = angle.sin().to(dtype), angle.cos().to(dtype)
-    faster = TURNS.get(c.device.type)
-    if faster and c.dtype.itemsize == 2 and not torch.compiler.is_compiling():
-        turned = faster(c, sin, cos)
-        if turned is not None:
-            return turned
-    c = c.to(dtype)
-    if torch.compiler.is_compiling():
-        # A compiler fuses this; complex numbers it would only call.
-        s, o = c[..., 0::2], c[..., 1::2]
-        return torch.stack([s * sin + o * cos, o * sin - s * cos], -1).flatten(-2)
-    # (s + io) (sin - i cos): one pass over c instead of eight.
-    pairs = c.unflatten(-1, (-1, 2))
-    *others, last = pairs.stride()
-    if last != 1 or pairs.storage_offset() % 2 or any(stride % 2 for stride in others):
-        pairs = pairs.contiguous()
-    turned = torch.view_as_complex(pairs) * torch.complex(sin, -cos)
-    return torch.view_as_real(turned).flatten(-2)
 
 
 class ALiBi(Positional):
@@ -332,37 +305,3 @@ def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     """i - j, [Q, K], with the last query beside the last key."""
     i = torch.arange(num_keys - num_queries, num_keys, device=device)
     return i[:, None] - torch.arange(num_keys, device=device)
-
-
-def frequencies(width: int, base: float, device: torch.device) -> Tensor:
-    """w_p = base^(-2p / P), [P / 2]; in float64, for angles of long sequences."""
-    p = torch.arange(0, width, 2, device=device, dtype=torch.float64)
-    return torch.pow(base, -p / width)
-
-
-def sinusoid(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
-    """Sines and cosines of every place at P / 2 frequencies, interleaved, [..., P]."""
-    if torch.compiler.is_compiling():
-        # A compiler would form them again beside everything they are added to.
-        return form_sinusoid(places, width, base, dtype)
-    return _form_sinusoid(places, width, base, dtype)
-
-
-def _form_sinusoid(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
-    step = frequencies(width, base, places.device)
-    # bfloat16 rounds more than waves of angles in float32 are off.
-    angle = places[..., None] * step.to(torch.float32 if dtype == torch.bfloat16 else step.dtype)
-    out = places.new_empty(*places.shape, width, dtype=dtype)
-    torch.sin(angle, out=out[..., 0::2])
-    torch.cos(angle, out=out[..., 1::2])
-    return out
-
-
-@operator
-def form_sinusoid(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
-    return _form_sinusoid(places, width, base, dtype)
-
-
-@fake(form_sinusoid)
-def _(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
-    return places.new_empty(*places.shape, width, dtype=dtype)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..kernels import ALiBi as ALiBiKernel
 from ..kernels import Exponential, Kernel, Lookup
 from ..kernels import RelativeSinusoid as RelativeSinusoidKernel
-from ..kernels.position import frequencies, sinusoid
+from ..sinusoids import sinusoid, waves
 
 
 class Sinusoid(nn.Module):
@@ -241,9 +241,8 @@ class Rotary(Position):
         return {"content": self.turn(k, places)}
 
     def turn(self, x: Tensor, places: Tensor) -> Tensor:
-        angle = places[..., None] * frequencies(x.shape[-1], self.base, x.device)  # [T, D / 2]
-        angle = angle[:, None] if places.dim() == 2 else angle  # [B, 1, T, D / 2]
-        sin, cos = angle.sin().to(x.dtype), angle.cos().to(x.dtype)
+        places = places[:, None] if places.dim() == 2 else places
+        sin, cos = waves(places, x.shape[-1], self.base, x.dtype)  # [T or B, 1, T, D / 2]
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 

@@ -1,0 +1,88 @@
+"""Sines and cosines of places, and coefficients turned by their angles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .operators import fake, operator
+from .term import accumulator
+
+# What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
+# has it says so.
+TURNS: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {}
+
+
+def frequencies(width: int, base: float, device: torch.device) -> Tensor:
+    """w_p = base^(-2p / P), [P / 2]; in float64, for angles of long sequences."""
+    p = torch.arange(0, width, 2, device=device, dtype=torch.float64)
+    return torch.pow(base, -p / width)
+
+
+def sinusoid(
+    places: Tensor, width: int, base: float, dtype: torch.dtype, *, wide: bool = True
+) -> Tensor:
+    """Sines and cosines of every place at P / 2 frequencies, interleaved, [..., P].
+
+    Angles are in float64; for bfloat16 and up to some ten thousand places, float32 will do.
+    """
+    # A compiler would form them again beside everything they are added to.
+    form = form_sinusoid if torch.compiler.is_compiling() else _form_sinusoid
+    return form(places, width, base, dtype, wide)
+
+
+def _form_sinusoid(
+    places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool
+) -> Tensor:
+    step = frequencies(width, base, places.device)
+    angle = places[..., None] * (step if wide else step.float())
+    out = places.new_empty(*places.shape, width, dtype=dtype)
+    torch.sin(angle, out=out[..., 0::2])
+    torch.cos(angle, out=out[..., 1::2])
+    return out
+
+
+@operator
+def form_sinusoid(
+    places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool
+) -> Tensor:
+    return _form_sinusoid(places, width, base, dtype, wide)
+
+
+@fake(form_sinusoid)
+def _(places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool) -> Tensor:
+    return places.new_empty(*places.shape, width, dtype=dtype)
+
+
+def waves(places: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sines and the cosines alone, [..., P / 2] each."""
+    sin, cos = sinusoid(places, width, base, dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    return sin, cos
+
+
+def turned(c: Tensor, places: Tensor, base: float) -> Tensor:
+    """(s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side.
+
+    c are [B, H, T, P], places [T].
+    """
+    width, dtype = c.shape[-1], accumulator(c.dtype)
+    faster = TURNS.get(c.device.type)
+    if faster and c.dtype.itemsize == 2 and not torch.compiler.is_compiling():
+        out = faster(c, sinusoid(places, width, base, dtype))
+        if out is not None:
+            return out
+    c = c.to(dtype)
+    sin, cos = waves(places, width, base, dtype)
+    if torch.compiler.is_compiling():
+        # A compiler fuses this; complex numbers it would only call.
+        s, o = c[..., 0::2], c[..., 1::2]
+        return torch.stack([s * sin + o * cos, o * sin - s * cos], -1).flatten(-2)
+    # (s + io) (sin - i cos): one pass over c instead of eight.
+    pairs = c.unflatten(-1, (-1, 2))
+    *others, last = pairs.stride()
+    if last != 1 or pairs.storage_offset() % 2 or any(stride % 2 for stride in others):
+        pairs = pairs.contiguous()
+    out = torch.view_as_complex(pairs) * torch.complex(sin, -cos)
+    return torch.view_as_real(out).flatten(-2)
