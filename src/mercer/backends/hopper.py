@@ -39,7 +39,7 @@ LEAST = 3
 TO_QUERIES, TO_KEYS = (128, 64, 8, 4), (64, 128, 8, 4)
 
 
-# Gluon, the language they are in, changes with every Triton; these are the ones they were checked with.
+# Gluon, the language they are in, changes with every Triton: those that they were checked with.
 CHECKED = ("3.6.",)
 
 
