@@ -19,6 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .triton_kernels import LOG2E, _query_range, _scale, _visible
 
+# As Triton 3.6 calls them, and as later ones do.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 # Keys of a group, and queries of a block.
 OWN = gl.constexpr(64)
 BLOCK = gl.constexpr(64)
@@ -37,16 +42,10 @@ def _copy(
     SIZE: gl.constexpr = BLOCK * 2
     mbarrier.expect(ready, 2 * OWN * 2 * (E0 + E1 + V))
     for own in gl.static_range(2):
-        tma.async_copy_global_to_shared(
-            K0, [bk0, h0, first_key + own * OWN, 0], ready, k0s.index(own)
-        )
+        load(K0, [bk0, h0, first_key + own * OWN, 0], ready, k0s.index(own))
         if E1 > 0:
-            tma.async_copy_global_to_shared(
-                K1, [bk1, h1, first_key + own * OWN, 0], ready, k1s.index(own)
-            )
-        tma.async_copy_global_to_shared(
-            V_, [bv, hv, first_key + own * OWN, 0], ready, vs.index(own)
-        )
+            load(K1, [bk1, h1, first_key + own * OWN, 0], ready, k1s.index(own))
+        load(V_, [bv, hv, first_key + own * OWN, 0], ready, vs.index(own))
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for step in range(steps):
         s = step % STAGES
@@ -59,14 +58,14 @@ def _copy(
             scale = gl.load(S0 + line + n, mask=inside, other=0.0)
         mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(s), SIZE * (E0 + E1 + V + (2 * OWN if BANDED else 0)))
-        tma.async_copy_global_to_shared(Q0, [b0, h, first, 0], full.index(s), q0s.index(s))
+        load(Q0, [b0, h, first, 0], full.index(s), q0s.index(s))
         if E1 > 0:
-            tma.async_copy_global_to_shared(Q1, [b1, h, first, 0], full.index(s), q1s.index(s))
-        tma.async_copy_global_to_shared(GRAD, [b, h, first, 0], full.index(s), gs.index(s))
+            load(Q1, [b1, h, first, 0], full.index(s), q1s.index(s))
+        load(GRAD, [b, h, first, 0], full.index(s), gs.index(s))
         if BANDED:
             for own in gl.static_range(2):
                 at = [bt, h, first, first_key + own * OWN]
-                tma.async_copy_global_to_shared(TILES, at, full.index(s), biases.index(s * 2 + own))
+                load(TILES, at, full.index(s), biases.index(s * 2 + own))
         rows.index(s * ROWS).store(lse2)
         rows.index(s * ROWS + 1).store(delta)
         if MODE0 == 2:
@@ -152,8 +151,8 @@ def _span(
                 pairs.store(found)
                 at = [0, part, first_key, start + step * BLOCK]
             fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(PAIRS, at, pairs)
+            barrier()
+            store(PAIRS, at, pairs)
         dk0, dk1, dv = warpgroup_mma_wait(0, (dk0, dk1, dv))
         mbarrier.arrive(empty.index(s), count=1)
     return dk0, dk1, dv, dc
@@ -222,12 +221,12 @@ def _multiply(
     if E1 > 0 and PART != 1:
         k1.store((dk1 * head0).to(k1.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PART != 2:
-        tma.async_copy_shared_to_global(DK0, [b, h, first_key, 0], k0)
-        tma.async_copy_shared_to_global(DV, [b, h, first_key, 0], v)
+        store(DK0, [b, h, first_key, 0], k0)
+        store(DV, [b, h, first_key, 0], v)
     if E1 > 0 and PART != 1:
-        tma.async_copy_shared_to_global(DK1, [b, h, first_key, 0], k1)
+        store(DK1, [b, h, first_key, 0], k1)
     tma.store_wait(0)
 
 
