@@ -19,6 +19,7 @@ from .triton_plan import (
     Launch,
     Numbers,
     Plan,
+    copies,
     describe,
     key_parts,
     processors,
@@ -55,7 +56,7 @@ def available(device: torch.device) -> bool:
     return triton.__version__.startswith(CHECKED) or os.environ.get(ANY) == "1"
 
 
-def takes(p: Plan, grad_copies: bool, banded: bool = False) -> bool:
+def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
     """Whether the pass over keys is one of these; `banded`: with a band of all pairs."""
     c, (q0, q1, k0, k1, v, _) = p.constants, p.aligned
     two = c["E1"] > 0
@@ -63,20 +64,18 @@ def takes(p: Plan, grad_copies: bool, banded: bool = False) -> bool:
     plain = plain and p.dtype.itemsize == 2
     if two:
         plain = plain and c["SAME"] and not c["HAS_COL1"] and c["E1"] in (64, 128)
-        copied = q0 and q1 and k0 and k1 and v and grad_copies
-    else:
-        copied = q0 and k0 and v and grad_copies
+        plain = plain and q1 and k1
     narrow = c["E0"] in (64, 128) and c["V"] in (64, 128)
-    return plain and copied and narrow and available(p.device)
+    return plain and narrow and available(p.device) and q0 and k0 and v and copies(grad)
 
 
-def stores(p: Plan, grad_copies: bool) -> bool:
+def stores(p: Plan, grad: Tensor) -> bool:
     """Whether the gradients of queries come from what the pass over keys stores, heads by heads."""
     c = p.constants
     wide = c["E0"] + c["E1"] + c["V"] >= WIDE and len(p.static.filter) == 1
     # Numbers per key as columns of a product, where scales of queries need them.
     steered = c["MODE0"] == 2 and c["HAS_COL0"] and not p.spread
-    return wide and not steered and takes(p, grad_copies) and _share(p) > 0
+    return wide and not steered and takes(p, grad) and _share(p) > 0
 
 
 def _share(p: Plan) -> int:
@@ -120,7 +119,7 @@ def all_passes(
     to_queries = (
         describe(pairs, bn, bm), describe(x.k[0], bn, c["E0"]),
         describe(x.k[1], bn, c["E1"]) if two else second,
-        x.q[0], x.q[-1], x.scale[0], ready.col0, lengths, rows[3], rows[1], dq[0], dq[-1], ds[0],
+        x.q[0], x.scale[0], ready.col0, lengths, rows[3], rows[1], dq[0], dq[-1], ds[0],
     )  # fmt: skip
     to_keys: tuple[Any, ...] = ()
     if two:
@@ -176,7 +175,7 @@ def _keys(
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
         "STAGES": min(3, left // (GROUP * (row + 4 * GROUP * banded + 12))), "STORE": store,
-        "BANDED": banded, "REGISTERS": 240,
+        "BANDED": banded,
     }  # fmt: skip
     batch, all_heads, _ = p.static.shape
     grid = (-(-p.num_keys // (2 * GROUP)), heads or batch * all_heads, 1)

@@ -251,6 +251,13 @@ def _reference(col, HAS_COL: tl.constexpr):
 
 
 @triton.jit
+def _of_columns(sums, ref):
+    """sum_j u_ij (col_j - ref), of sums over columns that add up to col, and over one of ones."""
+    e = tl.arange(0, COLUMNS)[None, :]
+    return tl.sum(sums * tl.where(e < 3, 1.0, tl.where(e == 3, -ref, 0.0)), 1)
+
+
+@triton.jit
 def _store(target, x, mask, ADD: tl.constexpr):
     """Store x, or add it to what another pass has stored."""
     if ADD:
@@ -704,8 +711,7 @@ def backward_queries(
     if HAS_LSE:
         moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
     if WANT0 and MODE0 == 2 and LINK0 == IDENTITY and SPREAD:
-        e = tl.arange(0, COLUMNS)[None, :]
-        ds0 += tl.sum(dcs * tl.where(e < 3, 1.0, tl.where(e == 3, -ref0, 0.0)), 1)
+        ds0 += _of_columns(dcs, ref0)
     sums = line + bh.to(tl.int64) * num_keys
     if FORM == POLY:
         # The scale moves all weights of a row alike: it acts on log_mass alone.

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .triton_backward import _reference
 from .triton_kernels import LOG2E, _query_range, _scale, _visible
 
 # As Triton 3.6 calls them, and as later ones do.
@@ -29,6 +30,9 @@ OWN = gl.constexpr(64)
 BLOCK = gl.constexpr(64)
 # What a block of queries needs beside features: log_mass, delta, and a scale of each query.
 ROWS = gl.constexpr(3)
+# Of a thread that multiplies, and of one that copies.
+REGISTERS = gl.constexpr(240)
+FEW_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -240,7 +244,7 @@ def backward_keys(
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    STORE: gl.constexpr, BANDED: gl.constexpr, REGISTERS: gl.constexpr,
+    STORE: gl.constexpr, BANDED: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
@@ -275,10 +279,7 @@ def backward_keys(
         sure_stop = steps
     SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
     line_c = b.to(gl.int64) * scb0 + (h // gc0) * sch0
-    ref0 = 0.0
-    if SUM0:
-        ref0 = gl.load(C0 + line_c)
-        ref0 = gl.where(gl.abs(ref0) < float("inf"), ref0, 0.0)
+    ref0 = _reference(C0 + line_c, SUM0)
     head0 = 1.0
     if MODE0 < 2:
         head0 = _scale(S0, number0, ss0, h, line, low, low < num_keys, MODE0, LOG0)
@@ -338,5 +339,5 @@ def backward_keys(
             )),
         ],
         [4, 4],
-        [REGISTERS, 24],
+        [REGISTERS, FEW_REGISTERS],
     )  # fmt: skip

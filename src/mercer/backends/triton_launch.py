@@ -246,7 +246,7 @@ def backward(
     made = (out, low, lse)
     of_bias: list[Tensor] = []
     banded = given.bias.rows is not None and stores(p)
-    stored = len(plans) == 1 and hopper.stores(p, copies(grad_out))
+    stored = len(plans) == 1 and hopper.stores(p, grad_out)
     if banded or stored:
         helper(
             "deltas", (-(-num_queries // 64), batch * heads, 1),
@@ -316,7 +316,7 @@ def _backward_keys(
     grad_out, lse2, delta, _ = rows
     slots, numbers = p.static.slots, p.numbers(x.seed)
     dk, dv, dcol, ds = of_keys
-    if not add and hopper.takes(p, copies(grad_out), dband is not None):
+    if not add and hopper.takes(p, grad_out, dband is not None):
         return hopper.keys(x, p, ready, rows, of_keys, dband)
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):

@@ -7,13 +7,13 @@ zero, and blocks in which it hides all are not read.
 import triton
 import triton.language as tl
 
-from .triton_backward import _reference, _store_queries
+from .triton_backward import _of_columns, _reference, _store_queries
 from .triton_kernels import COLUMNS, _block, _key_range, _query_range, _row_of, _rows, _scale
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
 def stored_to_queries(
-    PAIRS, K0, K1, Q0, Q1, S0, C0, LENGTHS, GRAD_LSE, LSE2, DQ0, DQ1, DS0,
+    PAIRS, K0, K1, Q0, S0, C0, LENGTHS, GRAD_LSE, LSE2, DQ0, DQ1, DS0,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
@@ -35,7 +35,7 @@ def stored_to_queries(
     # A scale of each query has a gradient that needs the numbers per key.
     EACH: tl.constexpr = WANT0 and MODE0 == 2 and HAS_COL0
     dq0 = tl.zeros((BM, E0), tl.float32)
-    dq1 = tl.zeros((BM, E1 if E1 > 0 else 16), tl.float32)
+    dq1 = tl.zeros((BM, E1 if E1 > 0 else COLUMNS), tl.float32)
     low = block * BM + place
     high = tl.minimum(block * BM + BM, num_queries) - 1 + place
     start, stop, _, _ = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
@@ -59,8 +59,7 @@ def stored_to_queries(
         moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
     ds0 = none
     if EACH:
-        e = tl.arange(0, 16)[None, :]
-        ds0 += tl.sum(dq1 * tl.where(e < 3, 1.0, tl.where(e == 3, -ref0, 0.0)), 1)
+        ds0 += _of_columns(dq1, ref0)
     sums = line + bh.to(tl.int64) * num_keys
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
