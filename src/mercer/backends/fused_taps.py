@@ -12,6 +12,8 @@ inside them one opaque operator each way.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +25,7 @@ from ..taps import Boundary, sum_by_id
 from ..term import accumulator
 from . import plain_taps, taps_launch
 from .plain_taps import Call
+from .tapes import play
 from .triton import INSTALLED
 from .triton_plan import INTERPRETED, by_tokens, empty
 
@@ -111,6 +114,9 @@ class Kept(NamedTuple):
         return k, v if self.vt is None or self.values is not None else self.vt
 
 
+KEPT = len(Kept._fields)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None,
     call: Call, chosen: int,
@@ -162,17 +168,48 @@ class _Fused(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
         value_taps: Tensor | None, call: Call, chosen: int,
     ) -> Tensor:  # fmt: skip
-        kept, ctx.rest = forward(q, k, v, key_taps, value_taps, call, chosen)
-        ctx.call = call
-        ctx.save_for_backward(q, *kept.raw(k, v), key_taps, value_taps, *kept)
+        given = (q, k, v, key_taps, value_taps)
+        found = _play("taps", (call, chosen), given, partial(_forward, call, chosen))
+        kept, rest = Kept(*found[:KEPT]), found[KEPT:]
+        ctx.call, ctx.rest = call, tuple(None if isinstance(x, Tensor) else x for x in rest)
+        tensors = (x if isinstance(x, Tensor) else None for x in rest)
+        ctx.save_for_backward(q, *kept.raw(k, v), key_taps, value_taps, *kept, *tensors)
         return kept.out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, key_taps, value_taps, *kept = ctx.saved_tensors
-        found = backward(grad, q, k, v, key_taps, value_taps, Kept(*kept), ctx.rest, ctx.call)
+        found = _play(
+            "taps backward", (ctx.call, ctx.rest), (grad, *ctx.saved_tensors),
+            partial(_backward, ctx.call, ctx.rest),
+        )  # fmt: skip
         return *found, None, None
+
+
+def _play(
+    name: str, options: Any, tensors: Sequence[Tensor | None], run: Callable[..., Sequence[Any]]
+) -> list[Any]:
+    """run(*tensors), on a GPU perhaps by the tape of an earlier call."""
+    first = next(x for x in tensors if x is not None)
+    taped = first.is_cuda or INTERPRETED
+    return play(name, options, tensors, run) if taped else list(run(*tensors))
+
+
+def _forward(
+    call: Call, chosen: int, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
+    value_taps: Tensor | None,
+) -> list[Any]:  # fmt: skip
+    kept, rest = forward(q, k, v, key_taps, value_taps, call, chosen)
+    return [*kept, *rest]
+
+
+def _backward(
+    call: Call, rest: tuple[Any, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    key_taps: Tensor | None, value_taps: Tensor | None, *saved: Any,
+) -> list[Any]:  # fmt: skip
+    """`rest` comes without its tensors: those are `saved` last."""
+    whole = tuple(x if y is None else y for x, y in zip(rest, saved[KEPT:], strict=True))
+    return [*backward(grad, q, k, v, key_taps, value_taps, Kept(*saved[:KEPT]), whole, call)]
 
 
 @operator
@@ -185,12 +222,23 @@ def smooth_taps(
     `tokens`: whether the output and the gradients lie token by token in memory.
     """
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
-    kept, _ = forward(q, k, v, key_taps, value_taps, call, _choice(q, k, v, call) or FLASH)
+    chosen = _choice(q, k, v, call) or FLASH
+    return _play(
+        "taps alone", (call, chosen, tokens), (q, k, v, key_taps, value_taps),
+        partial(_forward_alone, call, chosen, tokens),
+    )  # fmt: skip
+
+
+def _forward_alone(
+    call: Call, chosen: int, tokens: bool, q: Tensor, k: Tensor, v: Tensor,
+    key_taps: Tensor | None, value_taps: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    kept, _ = forward(q, k, v, key_taps, value_taps, call, chosen)
     out, kt, vt, keys, values, lse, far_lse, scores = kept
     # An operator does not give back what came.
     kt, vt = kt.clone() if kt is k else kt, vt.clone() if vt is v else vt
     far_lse = None if far_lse is None else far_lse.reshape(far_lse.shape[:3])
-    made = (kt, vt, keys, values, lse if cut else None, far_lse, scores if cut else None)
+    made = (kt, vt, keys, values, lse if call.cut else None, far_lse, scores if call.cut else None)
     others = (q.new_empty(0) if x is None else x.contiguous() for x in made)
     return [_laid(out, tokens), *others]
 
@@ -233,12 +281,23 @@ def smooth_taps_backward(
 ) -> list[Tensor]:  # fmt: skip
     """The backward for compiled graphs: of q, k, v and of the taps that there are."""
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
-    out, *others = made
+    chosen = _choice(q, k, v, call) or FLASH
+    return _play(
+        "taps alone, backward", (call, chosen, tokens),
+        (grad, q, k, v, key_taps, value_taps, *made),
+        partial(_backward_alone, call, chosen, tokens),
+    )  # fmt: skip
+
+
+def _backward_alone(
+    call: Call, chosen: int, tokens: bool, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    key_taps: Tensor | None, value_taps: Tensor | None, out: Tensor, *others: Tensor,
+) -> list[Tensor]:  # fmt: skip
     kept = Kept(out, *(x if x.numel() else None for x in others))
     rest: tuple[Any, ...] = ()
     if kept.far_lse is not None and q.is_cuda:
         # Which of them ran does not matter: both take the mass of the whole rows.
-        chosen, count = _choice(q, k, v, call) or FLASH, q.shape[2] - cut
+        count = q.shape[2] - call.cut
         rest = (chosen, None, None, count, count, *_unused(q, chosen), None)
         if chosen == CUDNN:
             kept = kept._replace(far_lse=kept.far_lse[..., None])
@@ -341,17 +400,25 @@ def gather(table: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     return found
 
 
-def _take(table: Tensor, ids: Tensor) -> Tensor:
+def _take(table: Tensor, ids: Tensor) -> list[Tensor]:
+    if INSTALLED and ids.numel() and (ids.is_cuda or INTERPRETED):
+        return play("take", None, (table, ids), taps_launch.take)
     # Faster than table[ids], which takes any number of indices.
-    return table.index_select(0, ids.reshape(-1)).view(*ids.shape, *table.shape[1:])
+    found = table.index_select(0, ids.reshape(-1)).view(*ids.shape, *table.shape[1:])
+    return list(found.unbind(2))
 
 
 def _sum(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
     """The gradient of a table of so many rows."""
     single = grads[0].dtype != torch.float64
     if single and ids.numel() and INSTALLED and (ids.is_cuda or INTERPRETED):
-        return taps_launch.sum_by_id(grads, ids, count)
+        (found,) = play("sum", count, (ids, *grads), partial(_sum_fast, count))
+        return found
     return sum_by_id(torch.stack(grads, 2).flatten(0, 1), ids.flatten(), count)
+
+
+def _sum_fast(count: int, ids: Tensor, *grads: Tensor) -> list[Tensor]:
+    return [taps_launch.sum_by_id(list(grads), ids, count)]
 
 
 class _Gather(torch.autograd.Function):
@@ -360,7 +427,7 @@ class _Gather(torch.autograd.Function):
         ids = ids.long()
         ctx.save_for_backward(ids)
         ctx.count = table.shape[0]
-        return _take(table, ids).unbind(2)
+        return tuple(_take(table, ids))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -372,7 +439,7 @@ class _Gather(torch.autograd.Function):
 @operator
 def gather_taps(table: Tensor, ids: Tensor) -> list[Tensor]:
     """The same for compiled graphs."""
-    return [_take(x, ids.long()) for x in table.unbind(1)]
+    return [x.contiguous() for x in _take(table, ids.long())]
 
 
 @fake(gather_taps)

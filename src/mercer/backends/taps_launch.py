@@ -290,6 +290,24 @@ def backward(
     return dq, dk, dv, dkeys, dvalues
 
 
+def take(table: Tensor, ids: Tensor) -> list[Tensor]:
+    """Rows of a table [vocab, targets, H, S] by id, [B, T, H, S] for each target."""
+    # A layer's share of a table that several have: whole but for what lies between its rows.
+    if not table[0].is_contiguous():
+        table = _whole(table)
+    ids, vocab, (targets, *shape) = _whole(ids), table.shape[0], table.shape[1:]
+    out = [table.new_empty(*ids.shape, *shape) for _ in range(targets)]
+    count = out[0].numel()
+    _start(
+        ("take", ids.device, table.dtype, ids.dtype, table.shape, table.stride(0), count,
+         table.data_ptr() % 16),
+        (table, ids, out[0], out[-1]),
+        lambda: ((-(-count // 256), 1), (count, count // ids.numel(), vocab, table.stride(0)),
+                 {"TARGETS": targets, "BM": 256}),
+    )  # fmt: skip
+    return out
+
+
 def sum_by_id(grads: list[Tensor], ids: Tensor, vocab: int) -> Tensor:
     """The gradient of a table [vocab, targets, H, S] from those of its rows, [B, T, H, S] each.
 

@@ -9,6 +9,7 @@ The kernels are in triton_kernels.py and triton_backward.py, in one opaque opera
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..term import (
     repeat,
 )
 from . import Task, bands, triton_launch, triton_plan
+from .tapes import play
 from .triton_launch import add
 from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, parse
 
@@ -319,29 +321,43 @@ class _Fused(torch.autograd.Function):
         ctx: Any, static: Static, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None,
         table: Tensor | None, asking: Tensor | None, by: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        bias = Bias(table, asking, by)
-        inputs = Inputs.of(tensors, bias, lengths, ids, seed)
-        out, lse, low, (ctx.plan, ready) = triton_launch.forward(inputs, static)
+        given = (lengths, ids, seed, table, asking, by, *tensors)
+        out, lse, low, *ready = play("forward", static, given, partial(_start, static))
         ctx.static = static
         ctx.set_materialize_grads(False)
-        ready = ready._replace(band=bands.kept(ready.band))
-        ctx.save_for_backward(lengths, ids, seed, *bias, out, lse, low, *ready, *tensors)
+        ctx.save_for_backward(out, lse, low, *ready, *given)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        lengths, ids, seed, table, asking, by, out, lse, low, *rest = ctx.saved_tensors
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        ready, tensors = Numbers(*rest[:6]), tuple(rest[6:])
-        inputs = Inputs.of(tensors, Bias(table, asking, by), lengths, ids, seed)
-        band = bands.again(ready.band, inputs.bias, ctx.static, inputs.v)
-        kept = ctx.plan, ready._replace(band=band)
-        grads = triton_launch.backward(
-            grad_out, grad_lse, out, lse, low, inputs, ctx.static, band, kept
+        saved = ctx.saved_tensors
+        grad_out = torch.zeros_like(saved[0]) if grad_out is None else grad_out
+        grads = play(
+            "backward", ctx.static, (grad_out, grad_lse, *saved), partial(_back, ctx.static)
         )
-        given, of_bias = grads[: len(tensors)], grads[len(tensors) :]
-        return None, None, None, None, *_slots_of(of_bias), *given
+        count = len(saved) - 15
+        return None, None, None, None, *_slots_of(grads[count:]), *grads[:count]
+
+
+def _start(
+    static: Static, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    """Output, log_mass, what rounding took, and `Numbers`; `rest` is a bias and the tensors."""
+    inputs = Inputs.of(rest[3:], Bias(*rest[:3]), lengths, ids, seed)
+    out, lse, low, ready = triton_launch.forward(inputs, static)
+    return [out, lse, low, *ready._replace(band=bands.kept(ready.band))]
+
+
+def _back(
+    static: Static, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
+    low: Tensor, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of tensors and bias; `rest` is `Numbers` and what the forward got."""
+    ready, (lengths, ids, seed), bias = Numbers(*rest[:6]), rest[6:9], Bias(*rest[9:12])
+    inputs = Inputs.of(rest[12:], bias, lengths, ids, seed)
+    band = bands.again(ready.band, bias, static, inputs.v)
+    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, static, band, ready)
 
 
 def _slots_of(grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -357,9 +373,10 @@ def fused(
     lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The forward for compiled graphs: (out, log_mass, what rounding took from out, the band)."""
-    inputs = Inputs.of(tuple(tensors), Bias(table, asking, rows), lengths, ids, seed)
-    out, lse, low, (_, ready) = triton_launch.forward(inputs, parse(static, sizes))
-    return out, lse, low, bands.kept(ready.band)
+    known = parse(static, sizes)
+    given = (lengths, ids, seed, table, asking, rows, *tensors)
+    out, lse, low, *_, band = play("forward", known, given, partial(_start, known))
+    return out, lse, low, band
 
 
 @fake(fused)
@@ -384,10 +401,23 @@ def fused_backward(
     lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """The backward for compiled graphs."""
-    inputs = Inputs.of(tuple(tensors), Bias(table, asking, rows), lengths, ids, seed)
     known = parse(static, sizes)
-    band = bands.again(band, inputs.bias, known, inputs.v)
-    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
+    given = (lengths, ids, seed, table, asking, rows, *tensors)
+    return play(
+        "backward alone", known, (grad_out, grad_lse, out, lse, low, band, *given),
+        partial(_back_alone, known),
+    )  # fmt: skip
+
+
+def _back_alone(
+    static: Static, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor,
+    band: Tensor, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    """The same as `_back` where of `Numbers` only the band was kept."""
+    bias = Bias(*rest[:3])
+    inputs = Inputs.of(rest[3:], bias, lengths, ids, seed)
+    band = bands.again(band, bias, static, inputs.v)
+    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, static, band)
 
 
 @fake(fused_backward)

@@ -134,11 +134,8 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
     return tensors
 
 
-Kept = tuple[tuple[Plan, ...], Numbers]
-
-
-def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Kept]:
-    """(out, log_mass without the rows of plain factors, what rounding took from out, the rest)."""
+def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
+    """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
     x = x.readable()
     v = x.v
     batch, heads, num_queries = static.shape
@@ -147,7 +144,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Kept]:
     inside = parts > 1 and len(x.q) == 1 and first.norm and not (first.link or x.col[0].numel())
     ready = prepare(x, static, bands.form(x.bias, static, v), inside)
     keeps = keeps_low(static, v)
-    p, *others = plans = _plans_of(x, static, ready)
+    p, *others = _plans_of(x, static, ready)
     out, low, lse = _forward(x, p, ready, parts, inside, keeps)
     for other in others:
         far = _forward(x, other, ready, 1, False, keeps)
@@ -158,7 +155,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Kept]:
             (out, low, lse, *far, band),
             (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
         )  # fmt: skip
-    return out, lse, low, (tuple(plans), ready)
+    return out, lse, low, ready
 
 
 def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
@@ -207,13 +204,13 @@ def _splits(x: Inputs, static: Static) -> int:
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
-    static: Static, band: Tensor, kept: Kept | None = None,
+    static: Static, band: Tensor, ready: Numbers | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, scale, row, col and what the band is of, in this order."""
     x = given.readable()
     v = x.v
-    ready = prepare(x, static, band) if kept is None else kept[1]
-    plans = tuple(_plans_of(x, static, ready)) if kept is None else kept[0]
+    ready = prepare(x, static, band) if ready is None else ready._replace(band=band)
+    plans = _plans_of(x, static, ready)
     p = plans[0]
     (batch, heads, num_queries), num_keys = static.shape, p.num_keys
     tokens = static.tokens
@@ -267,16 +264,15 @@ def backward(
         _backward(x, p, ready, rows, of_keys, within)
     dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [
-        _reduced(y, to) if slot.keys or not n else torch.zeros_like(to)
+        _reduced(y, to) if slot.keys or not n else _zeros(to)
         for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
     ]
     dscale = [
-        _to_scale(y, to, slot, num_queries) if y.numel() else torch.zeros_like(to)
+        _to_scale(y, to, slot, num_queries) if y.numel() else _zeros(to)
         for y, to, slot in zip(ds, given.scale, slots, strict=True)
     ]
     dcol = [
-        _reduced(y, to) if y.numel() else torch.zeros_like(to)
-        for y, to in zip(dcol, given.col, strict=True)
+        _reduced(y, to) if y.numel() else _zeros(to) for y, to in zip(dcol, given.col, strict=True)
     ]
     if static.clip >= 0 and not of_bias:
         of_bias = bands.gradients(dband, given.bias, static, v)
@@ -344,6 +340,11 @@ def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tens
         (batch, heads, count, 0 if given.numel() == 1 else 1), {"num_warps": 16},
     )  # fmt: skip
     return out if given.numel() > 1 else out.sum(0, keepdim=True)
+
+
+def _zeros(given: Tensor) -> Tensor:
+    """No gradient; where there is nothing to fill, nothing is started to fill it."""
+    return torch.zeros_like(given) if given.numel() else given.new_empty(given.shape)
 
 
 def _reduced(grad: Tensor, given: Tensor) -> Tensor:

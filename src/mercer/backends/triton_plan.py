@@ -6,7 +6,10 @@ The arguments that are no tensors, and the compiled kernels; block sizes are in 
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -151,6 +154,24 @@ class Numbers(NamedTuple):
     band: Tensor  # what a table says of the pairs within its reach, or empty
 
 
+_local = threading.local()
+
+
+def listening() -> Callable[..., None] | None:
+    """What hears of the launches of this thread."""
+    return getattr(_local, "listener", None)
+
+
+@contextlib.contextmanager
+def heard(listener: Callable[..., None]) -> Iterator[None]:
+    """With it, `listener` is told of every launch before it starts."""
+    _local.listener = listener
+    try:
+        yield
+    finally:
+        _local.listener = None
+
+
 @dataclass(eq=False)
 class Launch:
     """One kernel with everything but its tensors; compiled at its first start."""
@@ -162,14 +183,22 @@ class Launch:
     compiled: Any = None
 
     def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
+        if (listener := listening()) is not None:
+            listener(self, tensors, numbers)
         if INTERPRETED:
             self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
             return
         device = tensors[-1].device
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self(tensors, numbers)
-        elif self.compiled is None:
+                self._start(tensors, numbers, device)
+        else:
+            self._start(tensors, numbers, device)
+
+    def _start(
+        self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...], device: torch.device
+    ) -> None:
+        if self.compiled is None:
             self.compiled = self.kernel[self.grid](
                 *tensors, *numbers, **self.constants, **self.options
             )

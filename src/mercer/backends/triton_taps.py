@@ -141,6 +141,22 @@ def _visible(d, G: tl.constexpr, R: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
+def take(
+    TABLE, IDS, OUT0, OUT1, count, width, vocab, row, TARGETS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """OUT = TABLE[id], of each target apart; not a number for an id that is not in the table."""
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    ok = n < count
+    token = tl.load(IDS + n // width, mask=ok, other=0).to(tl.int64)
+    place = token * row + n % width
+    there = ok & (token >= 0) & (token < vocab)
+    tl.store(OUT0 + n, tl.load(TABLE + place, mask=there, other=float("nan")), mask=ok)
+    if TARGETS > 1:
+        x = tl.load(TABLE + place + width, mask=there, other=float("nan"))
+        tl.store(OUT1 + n, x, mask=ok)
+
+
+@triton.jit
 def kernels(
     TAPS0, TAPS1, W0, W1, count, heads, by_token, by_head, rate,
     R: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr,

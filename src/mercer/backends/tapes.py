@@ -1,0 +1,439 @@
+"""Calls that ran once, repeated: what they allocated and started, without deciding it all anew.
+
+What a call of the fused kernels does follows from shapes, strides, types, alignment and options
+alone, and to work that out may take the host longer than the GPU takes for the rest. So the first
+call with a key runs as it is written, and all that it asks of torch (a dispatch mode sees it) and
+of Triton (`Launch` tells it) is noted; later calls repeat the notes with tensors of their own.
+
+What this must meet: a tape keeps no tensor of the call that it was made from; a call that reads
+numbers from a tensor, such as a seed, or tensors that were not given, is never repeated; what is
+large is given back after its last use, as by the call itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from . import triton_plan
+from .raw_launch import Starter, starter
+from .triton_plan import INTERPRETED, Launch
+
+# Room that launches alone use comes in one piece, of what is not larger than this many bytes.
+SMALL = 2**23
+# Where pieces of it begin.
+ALIGNMENT = 256
+
+ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+_tapes: dict[tuple[Any, ...], Tape | None] = {}
+# For tests, and to see what it brings.
+enabled = True
+
+
+def play(
+    name: str,
+    options: Any,
+    tensors: Sequence[Tensor | None],
+    run: Callable[..., Sequence[Any]],
+) -> list[Any]:
+    """run(*tensors), or what an earlier call with such tensors and options did."""
+    if not enabled:
+        return list(run(*tensors))
+    if triton_plan.listening():
+        # Part of a call that is being noted.
+        return list(run(*tensors))
+    places = [0 if x is None else x.data_ptr() for x in tensors]
+    key = (
+        name, options,
+        *[None if x is None else (x.dtype, x.device, x.shape, x.stride()) for x in tensors],
+        # Triton, and the copy engine, tell apart what begins at a multiple of 16 bytes.
+        *[place & 15 for place in places],
+    )  # fmt: skip
+    try:
+        tape = _tapes[key]
+    except KeyError:
+        if len(_tapes) > 4096:
+            _tapes.clear()
+        # An error leaves no tape.
+        found, _tapes[key] = _record(tensors, run)
+        return found
+    return list(run(*tensors)) if tape is None else tape(tensors, places)
+
+
+class Value(NamedTuple):
+    """The n-th tensor of a call, among arguments and results."""
+
+    number: int
+
+
+class Op(NamedTuple):
+    """Something asked of torch."""
+
+    function: Any
+    args: Any
+    options: Any
+    out: list[Any]  # the leaves of what it gave
+
+
+class Start(NamedTuple):
+    """A kernel with its arguments."""
+
+    launch: Launch
+    args: list[Any]
+    numbers: tuple[int | float, ...]
+
+
+class Described(NamedTuple):
+    """A tensor for the copy engine."""
+
+    base: Value
+    like: Any
+
+
+class About(NamedTuple):
+    """What is known of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    root: int  # the first tensor of the same memory, or itself
+    offset: int  # in bytes, from the root's first number
+    whole: bool  # it is all of its memory
+
+
+def _record(
+    tensors: Sequence[Tensor | None], run: Callable[..., Sequence[Any]]
+) -> tuple[list[Any], Tape | None]:
+    # Two arguments may be one tensor here and two in a later call.
+    given = [None if x is None else x.detach() for x in tensors]
+    notes = Notes(given)
+    with notes, triton_plan.heard(notes.start):
+        found = list(run(*given))
+    tape = None
+    if not notes.problem:
+        results = notes.replaced(found)
+        tape = Tape(len(given), notes, results) if not notes.problem else None
+    return found, tape
+
+
+class Notes(TorchDispatchMode):
+    """What a call does."""
+
+    def __init__(self, given: Iterable[Tensor | None]) -> None:
+        super().__init__()
+        self.steps: list[Op | Start] = []
+        self.about: list[About | None] = []
+        self.problem = False
+        # An object's place may be another's after it; so may its memory's.
+        self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
+        self._first: list[int] = []
+        for x in given:
+            self._add(x)
+
+    def _add(self, x: Tensor | None, source: int | None = None) -> None:
+        """One more tensor, a view of the source, if there is one."""
+        number = len(self.about)
+        self._first.append(0 if x is None else x.data_ptr())
+        if x is None:
+            return self.about.append(None)
+        self._numbers[id(x)] = number, weakref.ref(x)
+        about = None if source is None else self.about[source]
+        root = number if about is None else about.root
+        offset = x.data_ptr() - self._first[root] if x.numel() else 0
+        whole = x.untyped_storage().nbytes() == x.numel() * x.dtype.itemsize
+        shape, stride = tuple(x.shape), x.stride()
+        self.about.append(About(shape, stride, x.dtype, x.device, root, offset, whole))
+
+    def _number(self, x: Tensor) -> int | None:
+        number, found = self._numbers.get(id(x), (None, None))
+        return number if found is not None and found() is x else None
+
+    def replaced(self, args: Any) -> Any:
+        """Arguments or results with numbers for tensors."""
+        return tree_map_only(Tensor, self._value, args)
+
+    def _value(self, x: Tensor) -> Value:
+        number = self._number(x)
+        self.problem = self.problem or number is None
+        return Value(-1 if number is None else number)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        leaves, _ = tree_flatten(found)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if not tensors:
+            # It may have read numbers, which another call's are not.
+            self.problem = True
+            return found
+        noted, options = self.replaced(args), self.replaced(kwargs)
+        for x in tensors:
+            if self._number(x) is None:
+                self._add(x, self._source(x, args))
+        self.steps.append(Op(func, noted, options, self.replaced(leaves)))
+        return found
+
+    def _source(self, x: Tensor, args: Any) -> int | None:
+        """Which argument shares its memory."""
+        memory = x.untyped_storage()._cdata
+        others = (y for y in tree_flatten(args)[0] if isinstance(y, Tensor))
+        return next((self._number(y) for y in others if y.untyped_storage()._cdata == memory), None)
+
+    def start(
+        self, launch: Launch, tensors: Sequence[Any], numbers: tuple[int | float, ...]
+    ) -> None:
+        """Called by every launch."""
+        args: list[Any] = []
+        for x in tensors:
+            if isinstance(x, Tensor):
+                args.append(self._value(x))
+            else:
+                like = object.__new__(type(x))
+                like.__dict__.update(x.__dict__, base=None)
+                args.append(Described(self._value(x.base), like))
+        self.steps.append(Start(launch, args, numbers))
+
+
+class Tape:
+    """The steps of a call, with numbers for tensors."""
+
+    def __init__(self, given: int, notes: Notes, results: list[Any]) -> None:
+        self.given, self.results = given, results
+        self.about = notes.about
+        starts = [step for step in notes.steps if isinstance(step, Start)]
+        raw = not INTERPRETED and bool(starts)
+        starters = [starter(step.launch, _likes(step)) if raw else None for step in starts]
+        # All of them, or none: a tensor that has no object has only an address.
+        self.raw = raw and all(x is not None for x in starters)
+        self.device = next((x.device for x in self.about if x is not None), None)
+        self.scratch = 0  # bytes
+        self.pieces: list[tuple[int, int]] = []  # tensors that are parts of it, and where
+        self.held: set[int] = set()  # tensors that steps make
+        self.laid: dict[int, int] = {}  # an allocation and the view that takes its place
+        self.steps: list[Callable[[list[Any], list[int], int], None]] = []
+        self._compile(notes.steps, iter(starters))
+
+    def __call__(self, tensors: Sequence[Tensor | None], places: list[int]) -> list[Any]:
+        device = self.device
+        if device is None or device.type != "cuda":
+            return self._run(tensors, places, 0)
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._run(tensors, places, torch._C._cuda_getCurrentRawStream(device.index))
+        return self._run(tensors, places, torch._C._cuda_getCurrentRawStream(device.index))
+
+    def _run(self, tensors: Sequence[Tensor | None], places: list[int], stream: int) -> list[Any]:
+        more = len(self.about) - self.given
+        values: list[Any] = [*tensors, *[None] * more]
+        addresses = places + [0] * more
+        if self.scratch:
+            room = torch.empty(self.scratch, dtype=torch.uint8, device=self.device)
+            first = room.data_ptr()
+            for number, offset in self.pieces:
+                addresses[number] = first + offset
+        for step in self.steps:
+            step(values, addresses, stream)
+        return [values[x.number] if type(x) is Value else x for x in self.results]
+
+    def _compile(self, steps: list[Op | Start], starters: Iterable[Starter | None]) -> None:
+        tensors, addresses, kept = self._needed(steps)
+        last = {number: n for n, step in enumerate(steps) for number in self._touched(step)}
+        stay = {x.number for x in self.results if isinstance(x, Value)}
+        stay |= {*range(self.given), *self._roots(stay)}
+        queue = iter(starters)
+        for n, step in enumerate(steps):
+            if isinstance(step, Start):
+                self.steps.append(self._start(step, next(queue)))
+            elif kept[n]:
+                self._op(step, tensors, addresses)
+            done = [m for m in self._touched(step) if last[m] == n and m not in stay]
+            done = [self.laid.get(m, m) for m in done]
+            if held := [m for m in done if m in self.held]:
+                self.steps.append(_forget(held))
+
+    def _roots(self, numbers: Iterable[int]) -> set[int]:
+        return {about.root for n in numbers if (about := self.about[n]) is not None}
+
+    def _touched(self, step: Op | Start) -> set[int]:
+        """What a step reads, and what that is a view of."""
+        reads = _reads(step)
+        return {*reads, *self._roots(reads)}
+
+    def _needed(self, steps: list[Op | Start]) -> tuple[set[int], set[int], list[bool]]:
+        """What must be tensors, what must have addresses, and which operations must run."""
+        tensors = {x.number for x in self.results if isinstance(x, Value)}
+        addresses: set[int] = set()
+        kept = [False] * len(steps)
+        for n in reversed(range(len(steps))):
+            step = steps[n]
+            if isinstance(step, Start):
+                for number in _reads(step):
+                    about = self.about[number]
+                    if self.raw and about is not None:
+                        addresses.add(about.root)
+                    else:
+                        tensors.add(number)
+                continue
+            out = {x.number for x in step.out if isinstance(x, Value)}
+            if step.function in ALLOCATIONS:
+                kept[n] = bool(out & (tensors | addresses))
+            elif step.function._schema.is_mutable or out & (tensors | addresses):
+                kept[n] = True
+                tensors |= set(_reads(step))
+        # A view of all of an allocation is allocated itself, if nothing else asks for that.
+        return self._direct(steps, tensors, addresses, kept)
+
+    def _direct(
+        self, steps: list[Op | Start], tensors: set[int], addresses: set[int], kept: list[bool]
+    ) -> tuple[set[int], set[int], list[bool]]:
+        readers: dict[int, list[int]] = {}
+        for n, step in enumerate(steps):
+            asks = not self.raw
+            if isinstance(step, Op):
+                asks = kept[n] and step.function not in ALLOCATIONS
+            for number in _reads(step) if asks else ():
+                readers.setdefault(number, []).append(n)
+        asked = {x.number for x in self.results if isinstance(x, Value)}
+        for n, step in enumerate(steps):
+            if not (isinstance(step, Op) and kept[n] and step.function in ALLOCATIONS):
+                continue
+            (number,) = (x.number for x in step.out)
+            users = readers.get(number, [])
+            view = steps[users[0]] if len(users) == 1 and number not in asked else None
+            if not isinstance(view, Op) or view.function._schema.is_mutable or len(view.out) != 1:
+                continue
+            base, shown = self.about[number], view.out[0].number
+            other = self.about[shown]
+            assert base is not None
+            assert other is not None
+            if other.root == number and base.whole and other.whole and not other.offset:
+                self.laid[number] = shown
+                kept[users[0]] = False
+                tensors.discard(number)
+        return tensors, addresses, kept
+
+    def _op(self, step: Op, tensors: set[int], addresses: set[int]) -> None:
+        if step.function not in ALLOCATIONS:
+            self.held |= {x.number for x in step.out if isinstance(x, Value)}
+            self.steps.append(_repeat(step, addresses))
+            return
+        (number,) = (x.number for x in step.out)
+        shown = self.laid.get(number, number)
+        about = self.about[shown]
+        assert about is not None
+        size = about.dtype.itemsize * _extent(about)
+        if number not in tensors and shown not in tensors and size <= SMALL:
+            self.pieces.append((number, self.scratch))
+            self.scratch += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+        else:
+            self.held.add(shown)
+            self.steps.append(_allocate(about, number, shown, number in addresses))
+
+    def _start(self, step: Start, found: Starter | None) -> Callable[..., None]:
+        if found is None or not self.raw:
+            return _launch(step)
+        where = []
+        for x in step.args:
+            about = self.about[(x.base if isinstance(x, Described) else x).number]
+            assert about is not None
+            where.append((about.root, about.offset))
+        return found.bind(where, step.numbers)
+
+
+def _likes(step: Start) -> list[Any]:
+    """Which arguments are described, and how."""
+    return [x.like if isinstance(x, Described) else None for x in step.args]
+
+
+def _reads(step: Op | Start) -> list[int]:
+    """The numbers of the tensors that a step takes."""
+    if isinstance(step, Start):
+        return [(x.base if isinstance(x, Described) else x).number for x in step.args]
+    leaves, _ = tree_flatten((step.args, step.options), is_leaf=lambda x: isinstance(x, Value))
+    return [x.number for x in leaves if isinstance(x, Value)]
+
+
+def _extent(about: About) -> int:
+    """How many numbers its memory has."""
+    if 0 in about.shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(about.shape, about.stride, strict=True))
+
+
+def _allocate(about: About, number: int, shown: int, addressed: bool) -> Callable[..., None]:
+    shape, stride, dtype, device, *_ = about
+    empty = torch.empty_strided
+
+    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+        x = values[shown] = empty(shape, stride, dtype=dtype, device=device)
+        if addressed:
+            addresses[number] = x.data_ptr()
+
+    return step
+
+
+def _repeat(op: Op, addressed: set[int]) -> Callable[..., None]:
+    function, args, options, out = op
+    targets = [x.number if isinstance(x, Value) else None for x in out]
+
+    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+        found = function(*_filled(args, values), **_filled(options, values))
+        leaves = [found] if isinstance(found, Tensor) else tree_flatten(found)[0]
+        for target, x in zip(targets, leaves, strict=True):
+            if target is not None:
+                values[target] = x
+                if target in addressed:
+                    addresses[target] = x.data_ptr()
+
+    return step
+
+
+def _filled(x: Any, values: list[Any]) -> Any:
+    """Arguments with tensors for numbers."""
+    kind = type(x)
+    if kind is Value:
+        return values[x.number]
+    if kind is tuple or kind is list:
+        return kind([_filled(y, values) for y in x])
+    return {k: _filled(y, values) for k, y in x.items()} if kind is dict else x
+
+
+def _launch(start: Start) -> Callable[..., None]:
+    launch, args, numbers = start
+
+    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+        tensors = []
+        for x in args:
+            if type(x) is Described:
+                like = object.__new__(type(x.like))
+                like.__dict__.update(x.like.__dict__, base=values[x.base.number])
+                tensors.append(like)
+            else:
+                tensors.append(values[x.number])
+        launch(tuple(tensors), numbers)
+
+    return step
+
+
+def _forget(numbers: list[int]) -> Callable[..., None]:
+    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+        for number in numbers:
+            values[number] = None
+
+    return step

@@ -1,0 +1,244 @@
+"""Calls that are repeated from notes: the same bits as calls that are not, and when there are none.
+
+The last tests run Triton's kernels: on a GPU, or by its interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import mercer as mc
+from mercer.backends import tapes
+from mercer.backends.triton import INSTALLED
+from mercer.backends.triton_plan import INTERPRETED
+from mercer.bench.workload import Workload
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+CUDA = torch.cuda.is_available()
+fused = pytest.mark.skipif(
+    not (INSTALLED and (CUDA or INTERPRETED)),
+    reason="Triton's kernels run on a GPU, or by its interpreter (TRITON_INTERPRET=1)",
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(tapes, "_tapes", {})
+
+
+def again(run, *calls, options=None):
+    """A call that is noted, and others that repeat it; all that they gave."""
+    return [tapes.play("test", options, tensors, run) for tensors in calls]
+
+
+def test_notes_are_repeated_with_other_tensors():
+    count = []
+
+    def run(x, y):
+        count.append(1)
+        rows = x.new_empty(4, 3).transpose(0, 1)
+        rows.copy_(x)
+        total = rows.sum(0, keepdim=True)
+        total += y[:, :1].t().expand(1, 4)
+        a, b, _ = rows.unbind(0)
+        return [total, rows, a + b, None, 7]
+
+    calls = [(torch.randn(3, 4), torch.randn(4, 2)) for _ in range(3)]
+    found = again(run, *calls)
+    assert len(count) == 1
+    for (x, y), (total, rows, pair, nothing, number) in zip(calls, found, strict=True):
+        assert torch.equal(total, x.sum(0, keepdim=True) + y[:, :1].t())
+        assert torch.equal(rows, x)
+        assert rows.stride() == (1, 3)
+        assert torch.equal(pair, x[0] + x[1])
+        assert (nothing, number) == (None, 7)
+
+
+def test_a_view_of_an_allocation_is_allocated_itself():
+    def run(x):
+        laid = x.new_empty(2, 3).t()
+        filled = x.new_empty(3, 2)
+        filled.copy_(x)
+        laid.copy_(filled)
+        return [laid, filled.t()]
+
+    calls = [(torch.randn(3, 2),) for _ in range(3)]
+    for (x,), (laid, turned) in zip(calls, again(run, *calls), strict=True):
+        assert torch.equal(laid, x)
+        assert laid.stride() == (1, 3)
+        assert torch.equal(turned, x.t())
+    (tape,) = tapes._tapes.values()
+    # Two allocations, two copies and a view; that of the first allocation is not repeated.
+    assert len(tape.laid) == 1
+    assert sum("_forget" not in step.__qualname__ for step in tape.steps) == 5
+
+
+def test_what_differs_gets_notes_of_its_own():
+    count = []
+
+    def run(x, y):
+        count.append(1)
+        return [x + (1 if y is None else y)]
+
+    x = torch.randn(4, 4)
+    for tensors in ((x, None), (x, x), (x.t(), x), (x.double(), x), (x[1:], x[1:]), (x, None)):
+        (found,) = tapes.play("test", None, tensors, run)
+        assert torch.equal(found, run(*tensors)[0])
+    # Six calls, of which the last is one of those before, and six to compare.
+    assert len(count) == 5 + 6
+    tapes.play("test", "an option", (x, None), run)
+    assert len(count) == 12
+
+
+def test_one_tensor_for_two_arguments_may_be_two_later():
+    x, y = torch.randn(5), torch.randn(5)
+    (first,), (second,) = again(lambda a, b: [a - b], (x, x), (x, y))
+    assert torch.equal(first, torch.zeros(5))
+    assert torch.equal(second, x - y)
+
+
+def test_views_of_what_was_given_belong_to_it():
+    whole = torch.randn(2, 6)
+    calls = [(whole[0], whole[1]), (torch.randn(6), torch.randn(6))]
+    for (x, y), (found,) in zip(calls, again(lambda a, b: [a[2:] * b[:4]], *calls), strict=True):
+        assert torch.equal(found, x[2:] * y[:4])
+
+
+def test_numbers_that_are_read_are_not_repeated():
+    def run(x):
+        return [x * float(x.sum())]
+
+    for n in (1.0, 2.0, 3.0):
+        (found,) = tapes.play("test", None, (torch.full((2,), n),), run)
+        assert torch.equal(found, torch.full((2,), 2 * n * n))
+    assert list(tapes._tapes.values()) == [None]
+
+
+def test_tensors_from_elsewhere_are_not_kept():
+    others = [torch.randn(3), torch.randn(3)]
+    x, now = torch.randn(3), others[0]
+
+    def run(x):
+        return [x + now]
+
+    assert torch.equal(tapes.play("test", None, (x,), run)[0], x + others[0])
+    now = others[1]
+    assert torch.equal(tapes.play("test", None, (x,), run)[0], x + others[1])
+    assert list(tapes._tapes.values()) == [None]
+
+
+def test_an_error_leaves_no_notes():
+    def run(x):
+        if x[0] < 0:
+            raise ValueError("negative")
+        return [x + 1]
+
+    with pytest.raises(ValueError, match="negative"):
+        tapes.play("test", None, (-torch.ones(2),), run)
+    assert not tapes._tapes
+
+
+def test_a_tape_keeps_no_tensor():
+    x = torch.randn(8, 8)
+    (found,) = tapes.play("test", None, (x,), lambda x: [(x @ x).relu()])
+    (tape,) = tapes._tapes.values()
+    assert tape is not None
+    gone = weakref.ref(x), weakref.ref(found)
+    del x, found
+    gc.collect()
+    assert gone[0]() is None
+    assert gone[1]() is None
+
+
+KERNELS = [
+    "softmax", "rbf", "alibi", "adaptive", "product", "relative-sinusoid", "lookup", "laplace",
+    "polynomial", "rational",
+]  # fmt: skip
+
+
+@fused
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("filter", ["causal", "window"])
+def test_calls_repeated_give_the_same_bits(name, filter, monkeypatch):
+    device = torch.device("cuda" if CUDA else "cpu")
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    length, dim = (700, 128) if CUDA else (48, 16)
+    rule = mc.Causal() if filter == "causal" else mc.Window(left=20, right=0)
+
+    def run(given):
+        named = list(given.named(parameters=True).values())
+        for x in named:
+            x.requires_grad_()
+        out, mass = mc.smooth(
+            given.kernel, given.q, given.k, given.v, filter=rule, backend="triton",
+            return_log_mass=True,
+        )  # fmt: skip
+        loss = (out.float() * torch.linspace(-1, 1, out.shape[-1], device=device)).sum()
+        grads = torch.autograd.grad(loss + mass.tanh().sum(), named, allow_unused=True)
+        return out, mass, *grads
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        shape = Workload(batch=2, heads=2, length=length, dim=dim, dtype=dtype, device=device)
+        given = shape.inputs(name)
+        found = run(given)
+        with monkeypatch.context() as off:
+            off.setattr(tapes, "enabled", False)
+            wanted = run(given)
+        for x, y in zip(found, wanted, strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+    played = [tape for tape in tapes._tapes.values() if tape is not None]
+    assert len(played) == len(tapes._tapes) >= 2
+    if CUDA:
+        import triton
+
+        from mercer.backends.raw_launch import CHECKED
+
+        known = triton.__version__.startswith(CHECKED)
+        assert all(tape.raw == known for tape in played)
+
+
+@fused
+def test_dropout_is_drawn_anew():
+    device = torch.device("cuda" if CUDA else "cpu")
+    q = torch.randn(1, 2, 32, 16, device=device)
+    kernel = mc.RBF(1.0).to(device)
+    outs = [mc.smooth(kernel, q, q, q, dropout_p=0.5, backend="triton") for _ in range(3)]
+    assert not torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[1], outs[2])
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_calls_repeated_hold_no_more_memory():
+    torch.manual_seed(0)
+    shape = Workload(
+        batch=2, heads=8, length=4096, dim=128, dtype=torch.bfloat16, device=torch.device("cuda")
+    )
+    given = shape.inputs("rbf")
+    named = list(given.named(parameters=True).values())
+    for x in named:
+        x.requires_grad_()
+
+    def peak() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = mc.smooth(given.kernel, given.q, given.k, given.v, filter=mc.Causal())
+        torch.autograd.grad(out, named, out.detach())
+        return torch.cuda.max_memory_allocated() - before
+
+    tapes.enabled = False
+    try:
+        alone = peak(), peak()
+    finally:
+        tapes.enabled = True
+    first, *others = peak(), peak(), peak()
+    assert first <= 1.02 * alone[1] + 2**20
+    assert max(others) <= 1.02 * alone[1] + 2**20
