@@ -238,9 +238,14 @@ def _forward_alone(
     # An operator does not give back what came.
     kt, vt = kt.clone() if kt is k else kt, vt.clone() if vt is v else vt
     far_lse = None if far_lse is None else far_lse.reshape(far_lse.shape[:3])
-    made = (kt, vt, keys, values, lse if call.cut else None, far_lse, scores if call.cut else None)
-    others = (q.new_empty(0) if x is None else x.contiguous() for x in made)
-    return [_laid(out, tokens), *others]
+    wide = accumulator(q.dtype)
+    near = (lse, far_lse, scores) if call.cut else (None, far_lse, None)
+    numbers = (keys, values, *near)
+    return [
+        _laid(out, tokens),
+        *(q.new_empty(0) if x is None else x.contiguous() for x in (kt, vt)),
+        *(q.new_empty(0, dtype=wide) if x is None else x.contiguous() for x in numbers),
+    ]
 
 
 @fake(smooth_taps)
