@@ -13,7 +13,7 @@ ROOT = Path(mercer.__file__).parent
 
 # Each may import only what stands before it.
 ORDER = [
-    ("spec", "operators"),
+    ("spec", "operators", "constants"),
     ("term", "filters"),
     ("links", "features", "taps", "growing", "sinusoids"),
     ("kernels", "backends"),

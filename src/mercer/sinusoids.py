@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .constants import constant
 from .operators import fake, operator
 from .term import accumulator
 
@@ -62,19 +63,24 @@ def waves(places: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[
     return sin, cos
 
 
-def turned(c: Tensor, places: Tensor, base: float) -> Tensor:
+def turned(c: Tensor, base: float) -> Tensor:
     """(s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side.
 
-    c are [B, H, T, P], places [T].
+    c are [B, H, T, P]; places are counted from the last.
     """
-    width, dtype = c.shape[-1], accumulator(c.dtype)
+    length, width, dtype = c.shape[2], c.shape[-1], accumulator(c.dtype)
+
+    def make() -> Tensor:
+        return sinusoid(torch.arange(1 - length, 1, device=c.device), width, base, dtype)
+
+    both = constant(("sinusoids", length, width, base, dtype, c.device), make)
     faster = TURNS.get(c.device.type)
     if faster and c.dtype.itemsize == 2 and not torch.compiler.is_compiling():
-        out = faster(c, sinusoid(places, width, base, dtype))
+        out = faster(c, both)
         if out is not None:
             return out
     c = c.to(dtype)
-    sin, cos = waves(places, width, base, dtype)
+    sin, cos = both.unflatten(-1, (-1, 2)).unbind(-1)
     if torch.compiler.is_compiling():
         # A compiler fuses this; complex numbers it would only call.
         s, o = c[..., 0::2], c[..., 1::2]

@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .constants import constant
 from .spec import Spec
 
 
@@ -196,7 +197,7 @@ class Sloped(Factor):
     _row: Tensor | None
 
     def __init__(self, slope: Tensor, num_queries: int, num_keys: int) -> None:
-        places = torch.arange(1 - num_keys, 1, device=slope.device, dtype=slope.dtype)
+        places = _late(num_keys, slope.device, slope.dtype)
         self.q = slope.new_empty(1, slope.shape[0], num_queries, 0)
         self.k = slope.new_empty(1, 1, num_keys, 0)
         self.scale, self.col, self.link = slope[:, None, None], places[None, None], None
@@ -206,9 +207,24 @@ class Sloped(Factor):
     def row(self) -> Tensor:  # type: ignore[override]
         if self._row is None:
             assert isinstance(self.scale, Tensor)
-            late = torch.arange(1 - self.q.shape[2], 1, device=self.q.device, dtype=self.q.dtype)
+            late = _late(self.q.shape[2], self.q.device, self.q.dtype)
             self._row = -(self.scale[..., 0] * late)[None]
         return self._row
+
+    def column(self, unit: float) -> Tensor:
+        """m j times a unit, in float32, [1, H, K]."""
+        assert isinstance(self.scale, Tensor)
+        late = _late(self.k.shape[2], self.k.device, torch.float32, unit)
+        return (self.scale[:, 0].float() * late)[None]
+
+
+def _late(length: int, device: torch.device, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
+    """Places, counted from the last, times a unit."""
+
+    def make() -> Tensor:
+        return torch.arange(1 - length, 1, device=device, dtype=dtype) * unit
+
+    return constant(("late", length, device, dtype, unit), make)
 
 
 def half_norm(x: Tensor) -> Tensor:

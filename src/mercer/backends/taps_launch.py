@@ -18,7 +18,7 @@ from .triton_plan import Launch, room
 
 RULES = {"none": 0, "left": 1, "truncate": 2, "shrink": 3}
 # By the kernel: places of a block, for up to 64 features, and warps; wider rows take fewer places.
-SIZES = {"convolve": (64, 8), "merge": (32, 4), "pulls": (32, 4), "backward": (32, 8)}
+SIZES = {"convolve": (32, 8), "merge": (16, 2), "pulls": (32, 4), "backward": (16, 4)}
 # Rows of taps of a program, and numbers of it where it sums over heads.
 TAP_ROWS, HEAD_SUMS = 64, 1024
 # How many programs look for the largest gradient.

@@ -25,6 +25,7 @@ from ..term import (
     Link,
     LogScale,
     Scored,
+    Sloped,
     Smoothed,
     Steered,
     Term,
@@ -260,6 +261,8 @@ def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:
 def _joined(target: Factor, f: Factor) -> Factor:
     """The number per key of f as one of the target: scale_f col_f / scale_target."""
     assert f.col is not None
+    if isinstance(f, Sloped) and not isinstance(target.scale, Tensor):
+        return _with_column(target, f.column(1.0 / target.scale))
     col = f.col.float()
     for scale, divide in ((f.scale, False), (target.scale, True)):
         if isinstance(scale, Tensor):
@@ -268,6 +271,11 @@ def _joined(target: Factor, f: Factor) -> Factor:
             col = col / factor if divide else col * factor
         else:
             col = col / scale if divide else col * scale
+    return _with_column(target, col)
+
+
+def _with_column(target: Factor, col: Tensor) -> Factor:
+    """The target with one more number per key, in its own units."""
     if isinstance(target, Apart):
         return Joined(target, add(col, target.extra) if isinstance(target, Joined) else col)
     if target.col is not None:
@@ -283,12 +291,25 @@ class _Steer(torch.autograd.Function):
         x, w, log = triton_plan.readable_rows(x), w.contiguous(), log.contiguous()
         ctx.save_for_backward(x, w, log)
         ctx.rest = bend, reach
-        return triton_launch.steer(x, w, log, bend, reach)
+        (found,) = play("steer", ctx.rest, (x, w, log), partial(_steer, bend, reach))
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        return (*triton_launch.steer_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None)
+        given = (grad, *ctx.saved_tensors)
+        found = play("steer back", ctx.rest, given, partial(_steer_back, *ctx.rest))
+        return (*found, None, None)
+
+
+def _steer(bend: Log, reach: float, x: Tensor, w: Tensor, log: Tensor) -> list[Tensor]:
+    return [triton_launch.steer(x, w, log, bend, reach)]
+
+
+def _steer_back(
+    bend: Log, reach: float, grad: Tensor, x: Tensor, w: Tensor, log: Tensor
+) -> list[Tensor]:
+    return [*triton_launch.steer_backward(grad, x, w, log, bend, reach)]
 
 
 class _Turn(torch.autograd.Function):
@@ -297,13 +318,19 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
         ctx.save_for_backward(waves)
-        return triton_launch.turn(triton_plan.readable_rows(x), waves, 1.0)
+        (found,) = play("turn", 1.0, (x, waves), partial(_turned, 1.0))
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (waves,) = ctx.saved_tensors
-        return triton_launch.turn(triton_plan.readable_rows(grad), waves, -1.0), None
+        (found,) = play("turn", -1.0, (grad, waves), partial(_turned, -1.0))
+        return found, None
+
+
+def _turned(sign: float, x: Tensor, waves: Tensor) -> list[Tensor]:
+    return [triton_launch.turn(triton_plan.readable_rows(x), waves, sign)]
 
 
 def _turn(c: Tensor, waves: Tensor) -> Tensor | None:

@@ -65,6 +65,7 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
     ("keys", 256, "link"): Sizes(32, 32, 8, 1),
     ("keys", 512, "plain"): Sizes(32, 32, 8, 1),
     ("keys", 512, "link"): Sizes(16, 32, 8, 1),
+    ("queries", 64, "plain"): Sizes(64, 64, 4, 3, 168),
     ("queries", 64, "each"): Sizes(64, 64, 4, 3, 168),
     ("queries", 64, "link"): Sizes(64, 64, 4, 3),
     ("queries", 64, "long"): Sizes(64, 64, 4, 3, 168),

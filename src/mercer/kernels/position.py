@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..constants import constant
 from ..features import Features, Input
 from ..sinusoids import sinusoid, turned, waves
 from ..term import Factor, Relative, Scored, Slope, Term, accumulator
@@ -139,11 +140,18 @@ class RelativeSinusoid(Positional):
         # sin(i - j) and cos(i - j) by the angle sums: features of i times features of j
         c = self.coefficients(q)
         # Counted from the last key: only differences matter, and recent ones matter most.
-        i = torch.arange(1 - c.shape[2], 1, device=c.device)
-        j = torch.arange(1 - num_keys, 1, device=c.device)
-        sin, cos = waves(j, c.shape[-1], self.base, accumulator(c.dtype))
-        keys = torch.stack([cos, sin], -1).flatten(-2)[None, None]  # [1, 1, K, P]
-        return (Term(factors=(Factor(q=turned(c, i, self.base), k=keys),)),)
+        keys = self._keys(num_keys, c.shape[-1], accumulator(c.dtype), c.device)
+        return (Term(factors=(Factor(q=turned(c, self.base), k=keys),)),)
+
+    def _keys(self, num_keys: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Cosines and sines of the places of keys, [1, 1, K, P]."""
+
+        def make() -> Tensor:
+            j = torch.arange(1 - num_keys, 1, device=device)
+            sin, cos = waves(j, width, self.base, dtype)
+            return torch.stack([cos, sin], -1).flatten(-2)[None, None]
+
+        return constant(("waves of keys", num_keys, width, self.base, dtype, device), make)
 
     def _scored(self, q: Input, num_keys: int) -> Scored | None:
         """<x_i, weight sinusoid(d)> of every distance d, where that is better than features."""

@@ -1,0 +1,70 @@
+"""Tensors that are kept for the next call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mercer as mc
+from mercer import constants
+from mercer.constants import constant
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(constants, "_kept", type(constants._kept)())
+
+
+def test_the_same_key_gives_the_same_tensor():
+    first = constant("a", lambda: torch.ones(3))
+    assert constant("a", lambda: torch.zeros(3)) is first
+    assert constant("b", lambda: torch.zeros(3)) is not first
+
+
+def test_few_are_kept_and_none_that_is_large(monkeypatch):
+    monkeypatch.setattr(constants, "MOST", 2)
+    monkeypatch.setattr(constants, "LARGEST", 16)
+    for key in "abc":
+        constant(key, lambda: torch.ones(4))
+    constant("large", lambda: torch.ones(5))
+    assert list(constants._kept) == ["b", "c"]
+    constant("b", lambda: torch.ones(4))
+    constant("d", lambda: torch.ones(4))
+    assert list(constants._kept) == ["b", "d"]
+
+
+def test_what_inference_makes_is_not_kept():
+    kernel, x = mc.Exponential() * mc.ALiBi([0.5, 0.25]), torch.randn(1, 2, 9, 4)
+    with torch.inference_mode():
+        alone = mc.smooth(kernel, x, x, x, filter=mc.Causal())
+    assert not constants._kept
+    x.requires_grad_()
+    out = mc.smooth(kernel, x, x, x, filter=mc.Causal())
+    out.sum().backward()
+    assert torch.allclose(out, alone, atol=1e-6)
+
+
+def test_slopes_that_change_are_read_anew():
+    kernel, x = mc.Exponential() * mc.ALiBi([0.5, 0.25]), torch.randn(1, 2, 9, 4)
+    before = mc.smooth(kernel, x, x, x, filter=mc.Causal())
+    kernel.kernels[1].slopes.data.mul_(3.0)
+    after = mc.smooth(kernel, x, x, x, filter=mc.Causal())
+    wanted = mc.smooth(kernel, x, x, x, filter=mc.Causal(), backend="reference")
+    assert not torch.allclose(before, after)
+    assert torch.allclose(after, wanted, atol=1e-5)
+
+
+def test_a_gradient_flows_through_what_is_formed_from_them():
+    kernel = mc.Exponential() * mc.RelativeSinusoid()
+    q = mc.Features(content=torch.randn(1, 2, 7, 4), relative=torch.randn(1, 2, 7, 6))
+    q.part("relative").requires_grad_()
+    x = torch.randn(1, 2, 7, 4)
+    for _ in range(2):
+        grads = [
+            torch.autograd.grad(
+                mc.smooth(kernel, q, x, x, filter=mc.Causal(), backend=backend).square().sum(),
+                q.part("relative"),
+            )[0]
+            for backend in ("auto", "reference")
+        ]
+        assert torch.allclose(*grads, atol=1e-5)
