@@ -15,6 +15,7 @@ from mercer import sinusoids
 from mercer.backends import bands, triton_launch, triton_plan, triton_sizes
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.filters import Earlier
+from mercer.kernels import position as positional
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, rounding_of
 
@@ -440,6 +441,25 @@ def test_keys_without_a_gradient_change_no_other(name, room, monkeypatch):
     )
     both = zip(few, every[: len(most)] + every[len(most) + 1 :], strict=True)
     assert all(torch.equal(a, b) for a, b in both)
+
+
+@pytest.mark.parametrize("filter", [mc.Causal(), mc.Window(9, 0), mc.Full()], ids=str)
+@pytest.mark.parametrize("shape", [Shape(queries=70, keys=70), Shape(queries=5, keys=40)], ids=str)
+def test_scores_of_sinusoids_need_no_distances_that_are_not_seen(filter, shape, monkeypatch):
+    monkeypatch.setattr(positional, "WIDE", 5)
+    monkeypatch.setattr(positional, "DEVICES", (DEVICE,))
+    counts, form = [], bands.form
+
+    def noted(bias, static, v):
+        counts.append((bias.rows.shape[1], static.clip))
+        return form(bias, static, v)
+
+    monkeypatch.setattr(bands, "form", noted)
+    weight = torch.nn.Parameter(torch.randn(HEADS, DIM, 6) * 0.5)
+    kernel = mc.Exponential() * mc.RelativeSinusoid("content", weight=weight)
+    compare(kernel, filter, shape)
+    count = shape.keys + 1 if isinstance(filter, mc.Causal) else 2 * shape.keys + 1
+    assert set(counts) == {(count, shape.keys)}
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 6), (1, 2, 33, 128)], ids=str)

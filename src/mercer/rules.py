@@ -143,7 +143,7 @@ def kind_of(term: Term) -> str:
 def _learns(task: Task) -> bool:
     bias = task.term.relative
     tensors: list[object] = [task.v]
-    tensors += [bias.q, bias.rows] if isinstance(bias, Scored) else [task.term.table]
+    tensors += [bias.q, bias.source] if isinstance(bias, Scored) else [task.term.table]
     for f in task.term.factors:
         # What is formed when asked for is not formed for this.
         tensors += [f.q, f.k, *_parts_of_scale(f)]

@@ -13,6 +13,7 @@ that divide H, and any tensor may have batch 1. Query i sits at position i + K -
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -254,14 +255,35 @@ class Relative:
 
 
 class Scored(Relative):
-    """bias(i, j) = <q_i, rows[clip(i - j, -c, c) + c]>: a table that is formed when asked for."""
+    """bias(i, j) = <q_i, rows[clip(i - j, -c, c) + c]>: a table that is formed when asked for.
+
+    Rows come as they are, or from a function of the first distance i - j: who sees no later keys
+    needs those from 0 on.
+    """
 
     q: Tensor  # [B, H, Q, D]
-    rows: Tensor  # [1 or H, 2c + 1, D]
-    _table: Tensor | None
 
-    def __init__(self, *, q: Tensor, rows: Tensor) -> None:
-        self.q, self.rows, self._table = q, rows, None
+    def __init__(
+        self, *, q: Tensor, rows: Tensor | None = None, clip: int = 0,
+        form: Callable[[int], Tensor] | None = None, source: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.q, self._rows, self._form = q, rows, form
+        self._table: Tensor | None = None
+        self._clip = clip if rows is None else (rows.shape[-2] - 1) // 2
+        # What the rows are learned by.
+        self.source = rows if source is None else source
+
+    @property
+    def rows(self) -> Tensor:
+        """[1 or H, 2c + 1, D]."""
+        if self._rows is None:
+            assert self._form is not None
+            self._rows = self._form(-self._clip)
+        return self._rows
+
+    def past(self) -> Tensor:
+        """[1 or H, c + 1, D], of distances from 0 on, where only these are formed; or all rows."""
+        return self.rows if self._form is None else self._form(0)
 
     @property
     def table(self) -> Tensor:  # type: ignore[override]
@@ -272,7 +294,7 @@ class Scored(Relative):
 
     @property
     def clip(self) -> int:
-        return (self.rows.shape[-2] - 1) // 2
+        return self._clip
 
 
 @dataclass(frozen=True, kw_only=True)

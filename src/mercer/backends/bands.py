@@ -62,8 +62,8 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     x, rows = bias.asking, bias.rows
     constants: dict[str, Any] = {
         "CLIP": static.clip, "SIDED": one_sided(static.filter), "SCORED": rows is not None,
-        "REST": rows is not None and rows.dtype != v.dtype, "WIDTH": 16, "BM": 64,
-        "BR": 64, "PRECISION": "tf32",
+        "HALF": _half(bias, static), "REST": rows is not None and rows.dtype != v.dtype,
+        "WIDTH": 16, "BM": 64, "BR": 64, "PRECISION": "tf32",
     }  # fmt: skip
     size, rest_of, strides = 0, 0, [0] * 7
     table = v
@@ -159,7 +159,8 @@ def gradients(
         block += pairs + constants["BR"] * room(k.shape[-1])
     helper(
         "band_to_queries", (_programs(num_queries, constants), batch * heads, 1),
-        constants | {"KEYS": room(k.shape[-1]) if stored else 0, "TOKENS": static.tokens},
+        constants | {"HALF": _half(bias, static), "KEYS": room(k.shape[-1]) if stored else 0,
+                     "TOKENS": static.tokens},
         (dband, ends, rows.to(x.dtype), k, dq, dx),
         (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
          *strides_of(k, batch), static.slots[0].number),
@@ -229,6 +230,11 @@ def _product(x: Tensor) -> dict[str, Any]:
 def _takes_more(x: Tensor, static: Static) -> bool:
     """Whether blocks of twice as many distances are faster: of narrow features, and many."""
     return static.clip > 1024 and x.dtype.itemsize == 2 and x.shape[-1] <= 64
+
+
+def _half(bias: Bias, static: Static) -> bool:
+    """Whether there are only the rows of keys up to the query."""
+    return bias.rows is not None and bias.rows.shape[1] == static.clip + 1
 
 
 def _per_head(rows: Tensor) -> int:

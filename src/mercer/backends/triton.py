@@ -133,13 +133,13 @@ def run(task: Task) -> Smoothed:
         keys = learns and f.k.requires_grad
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys))
     dtype = task.v.dtype
-    bias = _bias(task, shape)
+    bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers))
     q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols)
     trains = learns and any(x is not None and x.requires_grad for x in (*given, *bias))
     static = Static(
         tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
-        triton_plan.by_tokens(q[0]), bias.clip, shape,
+        triton_plan.by_tokens(q[0]), clip, shape,
     )  # fmt: skip
     if compiling:
         out, lse, _, _ = fused(
@@ -153,17 +153,21 @@ def run(task: Task) -> Smoothed:
     return Smoothed(out, lse)
 
 
-def _bias(task: Task, shape: tuple[int, int, int]) -> Bias:
-    """The term's table, or what it is the product of."""
+def _bias(task: Task, shape: tuple[int, int, int], sided: bool) -> tuple[Bias, int]:
+    """The term's table, or what it is the product of, and how far it reaches; -1 for none.
+
+    `sided`: no key comes after its query.
+    """
     bias = task.term.relative
     if bias is None:
-        return Bias()
+        return Bias(), -1
     if isinstance(bias, Scored) and bias.clip > 0:
         asking = bias.q.to(task.v.dtype).expand(task.batch, -1, -1, -1)
-        rows = bias.rows if bias.rows.dtype == task.v.dtype else bias.rows.float()
-        return Bias(asking=asking, rows=rows)
+        rows = bias.past() if sided else bias.rows
+        rows = rows if rows.dtype == task.v.dtype else rows.float()
+        return Bias(asking=asking, rows=rows), bias.clip
     table = _at_least_one(bias.table.float())
-    return Bias(table=table.expand(-1, *shape[1:], -1))
+    return Bias(table=table.expand(-1, *shape[1:], -1)), table.shape[-1] // 2
 
 
 def _bend(scale: LogScale) -> Log:

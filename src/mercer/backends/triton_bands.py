@@ -27,9 +27,17 @@ def halves(X, OUT, count, BM: tl.constexpr):
 
 
 @triton.jit
-def _row(after, CLIP: tl.constexpr):
-    """Which row, or column, of a table belongs to a distance."""
+def _row(after, CLIP: tl.constexpr, HALF: tl.constexpr):
+    """Which row, or column, of a table belongs to a distance; HALF: none of keys after the query."""
+    if HALF:
+        return tl.minimum(tl.maximum(-after, 0), CLIP)
     return tl.minimum(tl.maximum(CLIP - after, 0), 2 * CLIP)
+
+
+@triton.constexpr_function
+def _count(clip, half):
+    """How many rows a table has."""
+    return clip + 1 if half else 2 * clip + 1
 
 
 @triton.jit
@@ -64,8 +72,8 @@ def _columns(i, start, begin, width, BR: tl.constexpr):
 def spread(
     X, ROWS, TABLE, BAND, num_heads, num_queries, num_keys, width, size, rest_of, sxb, sxh, sxt, srh,
     stb, sth, stt,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, SCORED: tl.constexpr, REST: tl.constexpr,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, SCORED: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The bands of some queries: <x_i, row>, or what a table has, for every key.
 
@@ -90,12 +98,14 @@ def spread(
     first = _aligned(tl.maximum(1 - width, -late), residue, place)
     last = 1 if SIDED else tl.minimum(width - tl.minimum(early, CLIP), num_keys - early)
     for start in tl.range(first, last, BR):
-        of = _row(start + tl.arange(0, BR), CLIP)
+        of = _row(start + tl.arange(0, BR), CLIP, HALF)
         if SCORED:
-            rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
+            rows = _rows(ROWS + h * srh, size, of, size, WIDTH, _count(CLIP, HALF), True)
             out = tl.dot(x, tl.trans(rows), input_precision=PRECISION)
             if REST:
-                rest = _rows(ROWS + rest_of + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
+                rest = _rows(
+                    ROWS + rest_of + h * srh, size, of, size, WIDTH, _count(CLIP, HALF), True
+                )
                 out = tl.dot(x, tl.trans(rest), out, input_precision=PRECISION)
         else:
             at = TABLE + b * stb + h * sth + n[:, None].to(tl.int64) * stt + of[None, :]
@@ -146,7 +156,8 @@ def band_to_queries(
     DBAND, ENDS, ROWS, K, DQ, DX, num_heads, group, num_queries, num_keys, width, size, wide, srh,
     skb, skh, skt, scale,
     CLIP: tl.constexpr, SIDED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    BR: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """dx_i = sum over distances of dscore_i row.
 
@@ -203,8 +214,8 @@ def band_to_queries(
                 DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
                 BR, span != 1,
             )  # fmt: skip
-            of = _row(start + tl.arange(0, BR), CLIP)
-            rows = _rows(ROWS + h * srh, size, of, size, WIDTH, 2 * CLIP + 1, True)
+            of = _row(start + tl.arange(0, BR), CLIP, HALF)
+            rows = _rows(ROWS + h * srh, size, of, size, WIDTH, _count(CLIP, HALF), True)
             acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
     e = tl.arange(0, WIDTH)
     target = DX + (line + n[:, None]) * size + e[None, :]

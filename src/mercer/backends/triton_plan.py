@@ -99,14 +99,8 @@ class Bias(NamedTuple):
 
     table: Tensor | None = None  # [B or 1, H, Q, 2c + 1]
     asking: Tensor | None = None  # [B, H, Q, D]
-    rows: Tensor | None = None  # [1 or H, 2c + 1, D]
-
-    @property
-    def clip(self) -> int:
-        """How far it reaches each way; -1 for nothing."""
-        if self.rows is not None:
-            return self.rows.shape[1] // 2
-        return -1 if self.table is None else self.table.shape[-1] // 2
+    # [1 or H, 2c + 1, D], or c + 1 rows of distances i - j from 0 on, where there are no others.
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)

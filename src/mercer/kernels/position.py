@@ -161,11 +161,16 @@ class RelativeSinusoid(Positional):
         batch, heads, num_queries, _ = x.shape
         if num_keys > MOST_KEYS or batch * heads * num_queries * num_keys > most_scores(x.device):
             return None
-        # One more each way than there are: then no distance stands for those beyond it.
-        away = torch.arange(-num_keys, num_keys + 1, device=x.device)
-        width, wide = self.weight.shape[-1], x.dtype != torch.bfloat16
-        rows = sinusoid(away, width, self.base, x.dtype, wide=wide)  # [2K + 1, P]
-        return Scored(q=x, rows=rows @ self.weight.to(x.dtype).mT)
+        weight = self.weight
+
+        def form(first: int) -> Tensor:
+            # One more each way than there are: then no distance stands for those beyond it.
+            away = torch.arange(first, num_keys + 1, device=x.device)
+            wide = x.dtype != torch.bfloat16
+            rows = sinusoid(away, weight.shape[-1], self.base, x.dtype, wide=wide)
+            return rows @ weight.to(x.dtype).mT
+
+        return Scored(q=x, form=form, clip=num_keys, source=weight)
 
     def _asking(self, q: Input) -> Tensor:
         """The queries' part, [B, H, Q, P], or with a weight [B, H, Q, D]."""
