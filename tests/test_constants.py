@@ -9,6 +9,8 @@ import mercer as mc
 from mercer import constants
 from mercer.constants import constant
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
@@ -16,21 +18,21 @@ def _fresh(monkeypatch):
 
 
 def test_the_same_key_gives_the_same_tensor():
-    first = constant("a", lambda: torch.ones(3))
-    assert constant("a", lambda: torch.zeros(3)) is first
-    assert constant("b", lambda: torch.zeros(3)) is not first
+    first = constant("a", CPU, lambda: torch.ones(3))
+    assert constant("a", CPU, lambda: torch.zeros(3)) is first
+    assert constant("b", CPU, lambda: torch.zeros(3)) is not first
 
 
 def test_few_are_kept_and_none_that_is_large(monkeypatch):
     monkeypatch.setattr(constants, "MOST", 2)
     monkeypatch.setattr(constants, "LARGEST", 16)
     for key in "abc":
-        constant(key, lambda: torch.ones(4))
-    constant("large", lambda: torch.ones(5))
-    assert list(constants._kept) == ["b", "c"]
-    constant("b", lambda: torch.ones(4))
-    constant("d", lambda: torch.ones(4))
-    assert list(constants._kept) == ["b", "d"]
+        constant(key, CPU, lambda: torch.ones(4))
+    constant("large", CPU, lambda: torch.ones(5))
+    assert [key for key, *_ in constants._kept] == ["b", "c"]
+    constant("b", CPU, lambda: torch.ones(4))
+    constant("d", CPU, lambda: torch.ones(4))
+    assert [key for key, *_ in constants._kept] == ["b", "d"]
 
 
 def test_what_inference_makes_is_not_kept():

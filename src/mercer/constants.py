@@ -13,18 +13,25 @@ import torch
 from torch import Tensor
 
 # How many are kept, of those that are not larger than so many bytes.
-MOST, LARGEST = 32, 2**25
+MOST, LARGEST = 16, 2**23
 
 _kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 _lock = threading.Lock()
 
 
-def constant(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
     """make(), or what it gave for the same key before; nobody may write to it or learn it."""
-    # Compiled graphs form what they need; the memory of captured ones is not for others, and what
-    # was made in inference mode cannot take part in a gradient.
+    # Compiled graphs form what they need; captured ones must, since they outlive what is kept. And
+    # what was made in inference mode cannot take part in a gradient.
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return make()
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return make()
+        # Another stream would have to wait for this one.
+        stream = torch.cuda.current_stream(device).cuda_stream
+    key = (key, device, stream)
     with _lock:
         found = _kept.get(key)
         if found is not None:
@@ -32,8 +39,6 @@ def constant(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
             return found
     with torch.no_grad():
         found = make()
-    if found.is_cuda and torch.cuda.is_current_stream_capturing():
-        return found
     if found.numel() * found.dtype.itemsize <= LARGEST:
         with _lock:
             _kept[key] = found

@@ -73,7 +73,7 @@ def turned(c: Tensor, base: float) -> Tensor:
     def make() -> Tensor:
         return sinusoid(torch.arange(1 - length, 1, device=c.device), width, base, dtype)
 
-    both = constant(("sinusoids", length, width, base, dtype, c.device), make)
+    both = constant(("sinusoids", length, width, base, dtype), c.device, make)
     faster = TURNS.get(c.device.type)
     if faster and c.dtype.itemsize == 2 and not torch.compiler.is_compiling():
         out = faster(c, both)

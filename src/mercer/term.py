@@ -225,7 +225,7 @@ def _late(length: int, device: torch.device, dtype: torch.dtype, unit: float = 1
     def make() -> Tensor:
         return torch.arange(1 - length, 1, device=device, dtype=dtype) * unit
 
-    return constant(("late", length, device, dtype, unit), make)
+    return constant(("late", length, dtype, unit), device, make)
 
 
 def half_norm(x: Tensor) -> Tensor:

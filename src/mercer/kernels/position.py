@@ -151,7 +151,7 @@ class RelativeSinusoid(Positional):
             sin, cos = waves(j, width, self.base, dtype)
             return torch.stack([cos, sin], -1).flatten(-2)[None, None]
 
-        return constant(("waves of keys", num_keys, width, self.base, dtype, device), make)
+        return constant(("waves of keys", num_keys, width, self.base, dtype), device, make)
 
     def _scored(self, q: Input, num_keys: int) -> Scored | None:
         """<x_i, weight sinusoid(d)> of every distance d, where that is better than features."""
