@@ -1,9 +1,9 @@
 """Calls that ran once, repeated: what they allocated and started, without deciding it all anew.
 
 What a call of the fused kernels does follows from shapes, strides, types, alignment and options
-alone, and to work that out may take the host longer than the GPU takes for the rest. So the first
-call with a key runs as it is written, and all that it asks of torch (a dispatch mode sees it) and
-of Triton (`Launch` tells it) is noted; later calls repeat the notes with tensors of their own.
+alone, and to work that out may take the host longer than the GPU takes for the rest. So when a
+call comes for the second time, all that it asks of torch (a dispatch mode sees it) and of Triton
+(`Launch` tells it) is noted while it runs; later calls repeat the notes with tensors of their own.
 
 What this must meet: a tape keeps no tensor of the call that it was made from; a call that reads
 numbers from a tensor, such as a seed, or tensors that were not given, is never repeated; what is
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,17 @@ ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 
-_tapes: dict[tuple[Any, ...], Tape | None] = {}
+
+class Untaped(Enum):
+    """Why a call that came before has no tape."""
+
+    ONCE = "it came once, as calls with a cache that grows do: notes would not pay"
+    NEVER = "it cannot be repeated"
+
+
+# How many keys are known before all are forgotten.
+MOST = 4096
+_tapes: dict[tuple[Any, ...], Tape | Untaped] = {}
 # For tests, and to see what it brings.
 enabled = True
 
@@ -50,10 +61,8 @@ def play(
     run: Callable[..., Sequence[Any]],
 ) -> list[Any]:
     """run(*tensors), or what an earlier call with such tensors and options did."""
-    if not enabled:
-        return list(run(*tensors))
-    if triton_plan.listening():
-        # Part of a call that is being noted.
+    # A part of a call that is being noted is noted with it.
+    if not enabled or triton_plan.listening():
         return list(run(*tensors))
     places = [0 if x is None else x.data_ptr() for x in tensors]
     key = (
@@ -62,15 +71,19 @@ def play(
         # Triton, and the copy engine, tell apart what begins at a multiple of 16 bytes.
         *[place & 15 for place in places],
     )  # fmt: skip
-    try:
-        tape = _tapes[key]
-    except KeyError:
-        if len(_tapes) > 4096:
-            _tapes.clear()
+    tape = _tapes.get(key)
+    if type(tape) is Tape:
+        return tape(tensors, places)
+    if tape is Untaped.ONCE:
         # An error leaves no tape.
         found, _tapes[key] = _record(tensors, run)
         return found
-    return list(run(*tensors)) if tape is None else tape(tensors, places)
+    found = list(run(*tensors))
+    if tape is None:
+        if len(_tapes) >= MOST:
+            _tapes.clear()
+        _tapes[key] = Untaped.ONCE
+    return found
 
 
 class Value(NamedTuple):
@@ -117,17 +130,14 @@ class About(NamedTuple):
 
 def _record(
     tensors: Sequence[Tensor | None], run: Callable[..., Sequence[Any]]
-) -> tuple[list[Any], Tape | None]:
+) -> tuple[list[Any], Tape | Untaped]:
     # Two arguments may be one tensor here and two in a later call.
     given = [None if x is None else x.detach() for x in tensors]
     notes = Notes(given)
     with notes, triton_plan.heard(notes.start):
         found = list(run(*given))
-    tape = None
-    if not notes.problem:
-        results = notes.replaced(found)
-        tape = Tape(len(given), notes, results) if not notes.problem else None
-    return found, tape
+    results = notes.replaced(found)
+    return found, Untaped.NEVER if notes.problem else Tape(len(given), notes, results)
 
 
 class Notes(TorchDispatchMode):
