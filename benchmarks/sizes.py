@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 import mercer as mc
-from mercer.backends import triton_plan
+from mercer.backends import tapes, triton_plan
 from mercer.backends.triton_sizes import Sizes
 from mercer.bench.clock import Clock
 from mercer.bench.workload import Workload
 
+# Every launch is to be seen.
+tapes.enabled = False
 KINDS = {"forward": "forward", "backward_keys": "keys", "backward_queries": "queries"}
 BLOCKS = {
     "forward": [
