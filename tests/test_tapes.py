@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mercer as mc
+import mercer.nn as mn
 from mercer.backends import tapes
 from mercer.backends.triton import INSTALLED
 from mercer.backends.triton_plan import INTERPRETED
@@ -220,6 +221,37 @@ def test_calls_repeated_give_the_same_bits(name, filter, monkeypatch):
 
         known = triton.__version__.startswith(CHECKED)
         assert all(tape.raw == known for tape in played)
+
+
+@fused
+@pytest.mark.parametrize("boundary", ["shrink", "truncate"])
+@pytest.mark.parametrize("on", ["v", "kv"])
+def test_token_kernels_repeated_give_the_same_bits(on, boundary, monkeypatch):
+    device = torch.device("cuda" if CUDA else "cpu")
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    kernels = mn.TokenKernels(50, 3, on=on, boundary=boundary).to(device)
+    with torch.no_grad():
+        kernels.weight.normal_()
+    length, dim = (300, 64) if CUDA else (20, 8)
+
+    def run(x, ids):
+        taps = kernels(ids)
+        out = mc.vicinity(
+            *x.unbind(), key_taps=taps.keys, value_taps=taps.values, boundary=boundary,
+            normalize=kernels.temperature, filter=mc.Causal(),
+        )  # fmt: skip
+        return out, *torch.autograd.grad(out.float().square().sum(), [x, kernels.weight])
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(3, 2, 2, length, dim, device=device, dtype=dtype, requires_grad=True)
+        ids = torch.randint(50, (2, length), device=device)
+        found = run(x, ids)
+        with monkeypatch.context() as off:
+            off.setattr(tapes, "enabled", False)
+            wanted = run(x, ids)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(noted()) == len(tapes._tapes) == 4
 
 
 @fused

@@ -13,7 +13,7 @@ large is given back after its last use, as by the call itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -99,6 +99,13 @@ class Op(NamedTuple):
     args: Any
     options: Any
     out: list[Any]  # the leaves of what it gave
+
+
+class View(NamedTuple):
+    """Part of a tensor, or all of it in another form, whatever it was that gave it."""
+
+    root: int
+    number: int
 
 
 class Start(NamedTuple):
@@ -237,7 +244,7 @@ class Tape:
         self.held: set[int] = set()  # tensors that steps make
         self.laid: dict[int, int] = {}  # an allocation and the view that takes its place
         self.steps: list[Callable[[list[Any], list[int], int], None]] = []
-        self._compile(notes.steps, iter(starters))
+        self._compile(list(self._viewed(notes.steps)), iter(starters))
 
     def __call__(self, tensors: Sequence[Tensor | None], places: list[int]) -> list[Any]:
         device = self.device
@@ -261,7 +268,29 @@ class Tape:
             step(values, addresses, stream)
         return [values[x.number] if type(x) is Value else x for x in self.results]
 
-    def _compile(self, steps: list[Op | Start], starters: Iterable[Starter | None]) -> None:
+    def _viewed(self, steps: Iterable[Op | Start]) -> Iterator[Op | Start | View]:
+        """With views straight from what they are views of: torch's own operators take longer."""
+        for step in steps:
+            views = [] if isinstance(step, Start) else self._views(step)
+            if views:
+                yield from views
+            else:
+                yield step
+
+    def _views(self, op: Op) -> list[View]:
+        """What an operation gives, if that is nothing but views."""
+        if op.function._schema.is_mutable or op.function in ALLOCATIONS:
+            return []
+        views = []
+        for x in op.out:
+            about = self.about[x.number] if isinstance(x, Value) else None
+            root = None if about is None else self.about[about.root]
+            if about is None or root is None or about.root == x.number or root.dtype != about.dtype:
+                return []
+            views.append(View(about.root, x.number))
+        return views
+
+    def _compile(self, steps: list[Op | Start | View], starters: Iterable[Starter | None]) -> None:
         tensors, addresses, kept = self._needed(steps)
         last = {number: n for n, step in enumerate(steps) for number in self._touched(step)}
         stay = {x.number for x in self.results if isinstance(x, Value)}
@@ -270,7 +299,12 @@ class Tape:
         for n, step in enumerate(steps):
             if isinstance(step, Start):
                 self.steps.append(self._start(step, next(queue)))
-            elif kept[n]:
+            elif not kept[n]:
+                pass
+            elif isinstance(step, View):
+                self.held.add(step.number)
+                self.steps.append(_view(step, self.about[step.number]))
+            else:
                 self._op(step, tensors, addresses)
             done = [m for m in self._touched(step) if last[m] == n and m not in stay]
             done = [self.laid.get(m, m) for m in done]
@@ -280,12 +314,12 @@ class Tape:
     def _roots(self, numbers: Iterable[int]) -> set[int]:
         return {about.root for n in numbers if (about := self.about[n]) is not None}
 
-    def _touched(self, step: Op | Start) -> set[int]:
+    def _touched(self, step: Op | Start | View) -> set[int]:
         """What a step reads, and what that is a view of."""
         reads = _reads(step)
         return {*reads, *self._roots(reads)}
 
-    def _needed(self, steps: list[Op | Start]) -> tuple[set[int], set[int], list[bool]]:
+    def _needed(self, steps: list[Op | Start | View]) -> tuple[set[int], set[int], list[bool]]:
         """What must be tensors, what must have addresses, and which operations must run."""
         tensors = {x.number for x in self.results if isinstance(x, Value)}
         addresses: set[int] = set()
@@ -300,6 +334,11 @@ class Tape:
                     else:
                         tensors.add(number)
                 continue
+            if isinstance(step, View):
+                if step.number in tensors:
+                    kept[n] = True
+                    tensors.add(step.root)
+                continue
             out = {x.number for x in step.out if isinstance(x, Value)}
             if step.function in ALLOCATIONS:
                 kept[n] = bool(out & (tensors | addresses))
@@ -310,13 +349,16 @@ class Tape:
         return self._direct(steps, tensors, addresses, kept)
 
     def _direct(
-        self, steps: list[Op | Start], tensors: set[int], addresses: set[int], kept: list[bool]
-    ) -> tuple[set[int], set[int], list[bool]]:
+        self,
+        steps: list[Op | Start | View],
+        tensors: set[int],
+        addresses: set[int],
+        kept: list[bool],
+    ) -> tuple[set[int], set[int], list[bool]]:  # fmt: skip
         readers: dict[int, list[int]] = {}
         for n, step in enumerate(steps):
-            asks = not self.raw
-            if isinstance(step, Op):
-                asks = kept[n] and step.function not in ALLOCATIONS
+            asks = not self.raw if isinstance(step, Start) else kept[n]
+            asks = asks and not (isinstance(step, Op) and step.function in ALLOCATIONS)
             for number in _reads(step) if asks else ():
                 readers.setdefault(number, []).append(n)
         asked = {x.number for x in self.results if isinstance(x, Value)}
@@ -326,14 +368,13 @@ class Tape:
             (number,) = (x.number for x in step.out)
             users = readers.get(number, [])
             view = steps[users[0]] if len(users) == 1 and number not in asked else None
-            if not isinstance(view, Op) or view.function._schema.is_mutable or len(view.out) != 1:
+            if not isinstance(view, View):
                 continue
-            base, shown = self.about[number], view.out[0].number
-            other = self.about[shown]
+            base, other = self.about[number], self.about[view.number]
             assert base is not None
             assert other is not None
-            if other.root == number and base.whole and other.whole and not other.offset:
-                self.laid[number] = shown
+            if base.whole and other.whole and not other.offset:
+                self.laid[number] = view.number
                 kept[users[0]] = False
                 tensors.discard(number)
         return tensors, addresses, kept
@@ -371,10 +412,12 @@ def _likes(step: Start) -> list[Any]:
     return [x.like if isinstance(x, Described) else None for x in step.args]
 
 
-def _reads(step: Op | Start) -> list[int]:
+def _reads(step: Op | Start | View) -> list[int]:
     """The numbers of the tensors that a step takes."""
     if isinstance(step, Start):
         return [(x.base if isinstance(x, Described) else x).number for x in step.args]
+    if isinstance(step, View):
+        return [step.root]
     leaves, _ = tree_flatten((step.args, step.options), is_leaf=lambda x: isinstance(x, Value))
     return [x.number for x in leaves if isinstance(x, Value)]
 
@@ -394,6 +437,18 @@ def _allocate(about: About, number: int, shown: int, addressed: bool) -> Callabl
         x = values[shown] = empty(shape, stride, dtype=dtype, device=device)
         if addressed:
             addresses[number] = x.data_ptr()
+
+    return step
+
+
+def _view(view: View, about: About | None) -> Callable[..., None]:
+    assert about is not None
+    root, number = view
+    shape, stride, offset = about.shape, about.stride, about.offset // about.dtype.itemsize
+
+    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+        x = values[root]
+        values[number] = x.as_strided(shape, stride, x.storage_offset() + offset)
 
     return step
 
