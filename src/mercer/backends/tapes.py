@@ -295,6 +295,7 @@ class Tape:
         last = {number: n for n, step in enumerate(steps) for number in self._touched(step)}
         stay = {x.number for x in self.results if isinstance(x, Value)}
         stay |= {*range(self.given), *self._roots(stay)}
+        standing = set(self.laid.values())
         queue = iter(starters)
         for n, step in enumerate(steps):
             if isinstance(step, Start):
@@ -307,7 +308,8 @@ class Tape:
             else:
                 self._op(step, tensors, addresses)
             done = [m for m in self._touched(step) if last[m] == n and m not in stay]
-            done = [self.laid.get(m, m) for m in done]
+            # What stands for an allocation lives as long as its memory is used.
+            done = [self.laid.get(m, m) for m in done if m not in standing]
             if held := [m for m in done if m in self.held]:
                 self.steps.append(_forget(held))
 
@@ -354,7 +356,7 @@ class Tape:
         tensors: set[int],
         addresses: set[int],
         kept: list[bool],
-    ) -> tuple[set[int], set[int], list[bool]]:  # fmt: skip
+    ) -> tuple[set[int], set[int], list[bool]]:
         readers: dict[int, list[int]] = {}
         for n, step in enumerate(steps):
             asks = not self.raw if isinstance(step, Start) else kept[n]
