@@ -212,20 +212,14 @@ class Sloped(Factor):
             self._row = -(self.scale[..., 0] * late)[None]
         return self._row
 
-    def column(self, unit: float) -> Tensor:
-        """m j times a unit, in float32, [1, H, K]."""
-        assert isinstance(self.scale, Tensor)
-        late = _late(self.k.shape[2], self.k.device, torch.float32, unit)
-        return (self.scale[:, 0].float() * late)[None]
 
-
-def _late(length: int, device: torch.device, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
-    """Places, counted from the last, times a unit."""
+def _late(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Places, counted from the last."""
 
     def make() -> Tensor:
-        return torch.arange(1 - length, 1, device=device, dtype=dtype) * unit
+        return torch.arange(1 - length, 1, device=device, dtype=dtype)
 
-    return constant(("late", length, dtype, unit), device, make)
+    return constant(("late", length, dtype), device, make)
 
 
 def half_norm(x: Tensor) -> Tensor:

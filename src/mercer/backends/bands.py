@@ -23,9 +23,6 @@ from .triton_plan import (
 )
 from .triton_sizes import EVERY, GRANULE, shared_memory
 
-# Of the passes that gather for queries and for rows: the most stages, and registers of a thread, or
-# 0 for as many as it takes.
-TO_QUERIES, TO_ROWS = (3, 0), (3, 0)
 # Pairs of a band that is kept for the backward; a larger one is formed again.
 KEPT = 2**30
 
@@ -167,7 +164,7 @@ def gradients(
         (dband, ends, rows.to(x.dtype), k, dq, dx),
         (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
          *strides_of(k, batch), static.slots[0].number),
-        _staged(v, pairs + block, constants, *TO_QUERIES),
+        _staged(v, pairs + block, constants),
     )  # fmt: skip
     return [dx, _of_rows(grads, bias, static, v, constants)]
 
@@ -194,7 +191,7 @@ def _of_rows(
     helper(
         "band_to_rows", (EVERY * parts, heads, blocks), constants, (x, dband, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
-        _staged(v, constants["BM"] * (constants["BR"] + constants["WIDTH"]), constants, *TO_ROWS),
+        _staged(v, constants["BM"] * (constants["BR"] + constants["WIDTH"]), constants),
     )  # fmt: skip
     drows = bias.rows.new_empty(bias.rows.shape)
     shared = heads // drows.shape[0]
@@ -210,20 +207,15 @@ def _programs(num_queries: int, constants: dict[str, Any]) -> int:
     return EVERY * -(-num_queries // (EVERY * constants["BM"]))
 
 
-def _staged(
-    v: Tensor, numbers: int, constants: dict[str, Any], most: int = 3, registers: int = 0
-) -> dict[str, int]:
-    """As many stages of so many numbers as the shared memory holds, up to the most."""
+def _staged(v: Tensor, numbers: int, constants: dict[str, Any]) -> dict[str, int]:
+    """As many stages of so many numbers as the shared memory holds, up to three."""
     size = v.dtype.itemsize
     kept = constants["BM"] * (constants["WIDTH"] * size + 4 * constants["BR"]) + 2048
     stages = (shared_memory(v.device) - kept) // (numbers * size)
-    options = {
+    return {
         "num_warps": 8 if constants["WIDTH"] > 128 else 4,
-        "num_stages": max(1, min(most, stages)),
+        "num_stages": max(1, min(3, stages)),
     }
-    # Measured with half precision and narrow rows.
-    bounded = registers and size == 2 and constants["WIDTH"] <= 64
-    return options | {"maxnreg": registers} if bounded else options
 
 
 def _product(x: Tensor) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from ..term import (
     Link,
     LogScale,
     Scored,
-    Sloped,
     Smoothed,
     Steered,
     Term,
@@ -265,8 +264,6 @@ def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:
 def _joined(target: Factor, f: Factor) -> Factor:
     """The number per key of f as one of the target: scale_f col_f / scale_target."""
     assert f.col is not None
-    if isinstance(f, Sloped) and not isinstance(target.scale, Tensor):
-        return _with_column(target, f.column(1.0 / target.scale))
     col = f.col.float()
     for scale, divide in ((f.scale, False), (target.scale, True)):
         if isinstance(scale, Tensor):
@@ -275,11 +272,6 @@ def _joined(target: Factor, f: Factor) -> Factor:
             col = col / factor if divide else col * factor
         else:
             col = col / scale if divide else col * scale
-    return _with_column(target, col)
-
-
-def _with_column(target: Factor, col: Tensor) -> Factor:
-    """The target with one more number per key, in its own units."""
     if isinstance(target, Apart):
         return Joined(target, add(col, target.extra) if isinstance(target, Joined) else col)
     if target.col is not None:
