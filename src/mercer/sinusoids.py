@@ -57,6 +57,39 @@ def _(places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool) -
     return places.new_empty(*places.shape, width, dtype=dtype)
 
 
+def run_of_sinusoids(
+    first: int, stop: int, width: int, base: float, like: Tensor, *, wide: bool = True
+) -> Tensor:
+    """Those of the places from first to stop, in the dtype of `like`, kept for the next call."""
+    if torch.compiler.is_compiling():
+        return copy_sinusoids(first, stop, width, base, like.detach(), wide)
+    return _kept_sinusoids(first, stop, width, base, like, wide)
+
+
+def _kept_sinusoids(
+    first: int, stop: int, width: int, base: float, like: Tensor, wide: bool
+) -> Tensor:
+    def make() -> Tensor:
+        places = torch.arange(first, stop, device=like.device)
+        return _form_sinusoid(places, width, base, like.dtype, wide)
+
+    key = ("run of sinusoids", first, stop, width, base, like.dtype, wide)
+    return constant(key, like.device, make)
+
+
+@operator
+def copy_sinusoids(
+    first: int, stop: int, width: int, base: float, like: Tensor, wide: bool
+) -> Tensor:
+    # Compiled code may write to what an operator gives.
+    return _kept_sinusoids(first, stop, width, base, like, wide).clone()
+
+
+@fake(copy_sinusoids)
+def _(first: int, stop: int, width: int, base: float, like: Tensor, wide: bool) -> Tensor:
+    return like.new_empty(stop - first, width)
+
+
 def waves(places: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The sines and the cosines alone, [..., P / 2] each."""
     sin, cos = sinusoid(places, width, base, dtype).unflatten(-1, (-1, 2)).unbind(-1)

@@ -189,15 +189,18 @@ def _of_rows(
     parts = min(max(8 * processors(v.device) // (EVERY * heads * blocks), 1), most)
     sums = ends.new_empty(heads, EVERY * parts, count, size)
     helper(
-        "band_to_rows", (EVERY * parts, heads, blocks), constants, (x, dband, ends, sums),
+        "band_to_rows", (EVERY * parts, blocks, heads), constants, (x, dband, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
         _staged(v, constants["BM"] * (constants["BR"] + constants["WIDTH"]), constants),
     )  # fmt: skip
     drows = bias.rows.new_empty(bias.rows.shape)
     shared = heads // drows.shape[0]
+    # Rows that many heads share have many parts, but few programs.
+    many = shared * EVERY * parts > 32
+    block = {"BR": 1 if many else 16, "BP": 32 if many else 1, "WIDTH": room(size)}
     helper(
-        "sum_rows", (-(-total // 16), drows.shape[0], 1), {"BR": 16, "WIDTH": room(size)},
-        (sums, drows), (shared, EVERY * parts, count, total, size),
+        "sum_rows", (-(-total // block["BR"]), drows.shape[0], 1), block, (sums, drows),
+        (shared, EVERY * parts, count, total, size),
     )  # fmt: skip
     return drows
 

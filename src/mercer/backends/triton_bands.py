@@ -97,7 +97,23 @@ def spread(
     late = tl.minimum(early + BM * EVERY, num_keys) - 1
     first = _aligned(tl.maximum(1 - width, -late), residue, place)
     last = 1 if SIDED else tl.minimum(width - tl.minimum(early, CLIP), num_keys - early)
-    for start in tl.range(first, last, BR):
+    # Blocks of distances that are all beyond the reach.
+    near = first + tl.maximum(-CLIP + 1 - first, 0) // BR * BR
+    if near > first:
+        if SCORED:
+            e = tl.arange(0, WIDTH)
+            end = ROWS + h * srh + _row(-CLIP, CLIP, HALF) * size + e
+            row = tl.load(end, mask=e < size, other=0.0).to(tl.float32)
+            if REST:
+                row += tl.load(end + rest_of, mask=e < size, other=0.0).to(tl.float32)
+            far = tl.sum(x.to(tl.float32) * row[None, :], 1)
+        else:
+            at = TABLE + b * stb + h * sth + n.to(tl.int64) * stt + _row(-CLIP, CLIP, HALF)
+            far = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        out = _as_band(tl.broadcast_to(far[:, None], (BM, BR)), BAND)
+        for start in tl.range(first, near, BR):
+            _store_band(band, out, n, i, start, begin, width, inside, BR)
+    for start in tl.range(near, last, BR):
         of = _row(start + tl.arange(0, BR), CLIP, HALF)
         if SCORED:
             rows = _rows(ROWS + h * srh, size, of, size, WIDTH, _count(CLIP, HALF), True)
@@ -110,16 +126,27 @@ def spread(
         else:
             at = TABLE + b * stb + h * sth + n[:, None].to(tl.int64) * stt + of[None, :]
             out = tl.load(at, mask=inside[:, None], other=0.0)
-        out = (out * LOG2E).to(BAND.dtype.element_ty)
-        if BAND.dtype.element_ty == tl.float16:
-            # Two at a time, which is why this comes after rounding.
-            most = tl.full((1, 1), 65504.0, tl.float16)
-            out = tl.maximum(out, -most, propagate_nan=tl.PropagateNan.ALL)
-            out = tl.minimum(out, most, propagate_nan=tl.PropagateNan.ALL)
-        c, there = _columns(i, start, begin, width, BR)
-        # From a head's first place on, 32 bits are enough.
-        at = band + (n[:, None] * width + c)
-        tl.store(at, out, mask=there & inside[:, None])
+        _store_band(band, _as_band(out, BAND), n, i, start, begin, width, inside, BR)
+
+
+@triton.jit
+def _as_band(out, BAND):
+    """Logarithms to the base 2, as large as a band can have them."""
+    out = (out * LOG2E).to(BAND.dtype.element_ty)
+    if BAND.dtype.element_ty == tl.float16:
+        # Two at a time, which is why this comes after rounding.
+        most = tl.full((1, 1), 65504.0, tl.float16)
+        out = tl.maximum(out, -most, propagate_nan=tl.PropagateNan.ALL)
+        out = tl.minimum(out, most, propagate_nan=tl.PropagateNan.ALL)
+    return out
+
+
+@triton.jit
+def _store_band(band, out, n, i, start, begin, width, inside, BR: tl.constexpr):
+    c, there = _columns(i, start, begin, width, BR)
+    # From a head's first place on, 32 bits are enough.
+    at = band + (n[:, None] * width + c)
+    tl.store(at, out, mask=there & inside[:, None])
 
 
 @triton.jit
@@ -236,12 +263,13 @@ def band_to_rows(
     BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sum_i dscore_i x_i over every eighth place of a part, [H, 8 parts, count, size], the last rows."""
-    h = tl.program_id(1).to(tl.int64)
+    # Heads one after the other: what all distances of a head read stays in the cache.
+    h = tl.program_id(2).to(tl.int64)
     residue, part = tl.program_id(0) % EVERY, tl.program_id(0) // EVERY
     place = num_keys - num_queries
     # Near distances have the most to do: they start first.
-    start = _aligned(-CLIP, residue, place) + (tl.num_programs(2) - 1 - tl.program_id(2)) * BR
-    other = batch * tl.num_programs(1).to(tl.int64) * num_queries
+    start = _aligned(-CLIP, residue, place) + (tl.num_programs(1) - 1 - tl.program_id(1)) * BR
+    other = batch * tl.num_programs(2).to(tl.int64) * num_queries
     acc = tl.zeros((BR, WIDTH), tl.float32)
     span_of: tl.constexpr = BM * EVERY
     turns = tl.cdiv(tl.cdiv(num_queries, span_of), parts)
@@ -277,18 +305,24 @@ def band_to_rows(
 
 @triton.jit
 def sum_rows(
-    SUMS, DROWS, heads, parts, count, total, size, BR: tl.constexpr, WIDTH: tl.constexpr
+    SUMS, DROWS, heads, parts, count, total, size,
+    BR: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the rows from its parts, [heads, parts, count, size]: zero but for the last."""
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    first = tl.program_id(1).to(tl.int64) * heads
+    first = tl.program_id(1).to(tl.int64) * heads * parts
     e = tl.arange(0, WIDTH)
+    # BP parts at a time, all with the same BR rows: one after the other, each would wait for memory.
+    both = tl.arange(0, BP * BR)
+    row = tl.program_id(0) * BR + both % BR
     there = (row >= total - count) & (row < total)
-    mask = there[:, None] & (e < size)[None, :]
-    acc = tl.zeros((BR, WIDTH), tl.float32)
-    for part in tl.range(0, heads * parts):
-        line = (first * parts + part) * count + row - (total - count)
+    acc = tl.zeros((BP * BR, WIDTH), tl.float32)
+    for start in tl.range(0, heads * parts, BP):
+        part = start + both // BR
+        line = (first + part) * count + row - (total - count)
+        mask = (there & (part < heads * parts))[:, None] & (e < size)[None, :]
         acc += tl.load(SUMS + line[:, None] * size + e[None, :], mask=mask, other=0.0)
+    acc = tl.sum(acc.reshape(BP, BR, WIDTH), 0)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
     target = DROWS + (tl.program_id(1).to(tl.int64) * total + row[:, None]) * size + e[None, :]
     mask = (row < total)[:, None] & (e < size)[None, :]
     tl.store(target, acc.to(DROWS.dtype.element_ty), mask=mask)

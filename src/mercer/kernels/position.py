@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..constants import constant
 from ..features import Features, Input
-from ..sinusoids import sinusoid, turned, waves
+from ..sinusoids import run_of_sinusoids, turned, waves
 from ..term import Factor, Relative, Scored, Slope, Term, accumulator
 from .base import Kernel
 
@@ -165,9 +165,8 @@ class RelativeSinusoid(Positional):
 
         def form(first: int) -> Tensor:
             # One more each way than there are: then no distance stands for those beyond it.
-            away = torch.arange(first, num_keys + 1, device=x.device)
             wide = x.dtype != torch.bfloat16
-            rows = sinusoid(away, weight.shape[-1], self.base, x.dtype, wide=wide)
+            rows = run_of_sinusoids(first, num_keys + 1, weight.shape[-1], self.base, x, wide=wide)
             return rows @ weight.to(x.dtype).mT
 
         return Scored(q=x, form=form, clip=num_keys, source=weight)
