@@ -63,7 +63,7 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     constants: dict[str, Any] = {
         "CLIP": static.clip, "SIDED": one_sided(static.filter), "SCORED": rows is not None,
         "HALF": _half(bias, static), "REST": rows is not None and rows.dtype != v.dtype,
-        "WIDTH": 16, "BM": 64, "BR": 64, "PRECISION": "tf32",
+        "WIDTH": 16, "BM": 64, "BR": 64, "PRECISION": "tf32", "APART": EVERY,
     }  # fmt: skip
     size, rest_of, strides = 0, 0, [0] * 7
     table = v
@@ -73,14 +73,16 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
         x, rows = readable_rows(x), halves(rows, x.dtype)
         constants |= _product(x)
         if _takes_more(x, static):
-            constants["BR"] = 128
+            # What is written then begins at multiples of 32 bytes, as memory does.
+            constants |= {"BR": 128, "APART": 2 * EVERY}
         strides[:4] = [*strides_of(x, batch), per_head]
     elif bias.table is not None:
         table = readable_rows(bias.table)
         strides[4:] = table.stride()[:3]
     block = constants["BR"] * constants["WIDTH"]
     helper(
-        "spread", (_programs(num_queries, constants), batch * heads, 1), constants,
+        "spread", (_programs(num_queries, constants, constants["APART"]), batch * heads, 1),
+        constants,
         (v if x is None else x, v if rows is None else rows, table, band),
         (heads, num_queries, num_keys, width, size, rest_of, *strides),
         _staged(v, 2 * block if constants["REST"] else block, constants),
@@ -155,7 +157,6 @@ def gradients(
     # Without stored pairs, nobody reads the keys.
     k, dq = stored or (x, dx)
     if stored is not None:
-        ends.zero_()
         block += pairs + constants["BR"] * room(k.shape[-1])
     helper(
         "band_to_queries", (_programs(num_queries, constants), batch * heads, 1),
@@ -166,20 +167,22 @@ def gradients(
          *strides_of(k, batch), static.slots[0].number),
         _staged(v, pairs + block, constants),
     )  # fmt: skip
-    return [dx, _of_rows(grads, bias, static, v, constants)]
+    return [dx, _of_rows(grads, bias, static, v, constants, stored=stored is not None)]
 
 
 def _of_rows(
-    grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tensor, constants: dict[str, Any]
-) -> Tensor:
+    grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tensor, constants: dict[str, Any],
+    *, stored: bool,
+) -> Tensor:  # fmt: skip
     """The gradient of the rows."""
     dband, ends = grads
     assert bias.asking is not None
     assert bias.rows is not None
     batch, heads, num_queries = static.shape
     x, total = readable_rows(bias.asking), bias.rows.shape[1]
+    constants = constants | {"STORED": stored}
     if _takes_more(x, static):
-        constants = constants | {"BR": 128}
+        constants["BR"] = 128
     size, count = x.shape[-1], static.clip + 1 if constants["SIDED"] else total
     lengths = (num_queries, v.shape[2], dband.shape[-1])
     # Up to seven distances more, for the sake of alignment.
@@ -205,9 +208,9 @@ def _of_rows(
     return drows
 
 
-def _programs(num_queries: int, constants: dict[str, Any]) -> int:
-    """How many programs take BM queries each, EVERY apart."""
-    return EVERY * -(-num_queries // (EVERY * constants["BM"]))
+def _programs(num_queries: int, constants: dict[str, Any], apart: int = EVERY) -> int:
+    """How many programs take BM queries each, so far apart."""
+    return apart * -(-num_queries // (apart * constants["BM"]))
 
 
 def _staged(v: Tensor, numbers: int, constants: dict[str, Any]) -> dict[str, int]:

@@ -41,31 +41,45 @@ def _count(clip, half):
 
 
 @triton.jit
-def _late_first():
+def _late_first(APART: tl.constexpr):
     """The block and the residue of a program: late blocks have the most to do, and start first."""
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
-    return block, tl.program_id(0) % EVERY
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // APART
+    return block, tl.program_id(0) % APART
 
 
 @triton.jit
-def _places(block, residue, BM: tl.constexpr):
-    """BM queries, EVERY apart."""
-    return (block * BM + tl.arange(0, BM)) * EVERY + residue
+def _places(block, residue, BM: tl.constexpr, APART: tl.constexpr):
+    """BM queries, APART from each other."""
+    return (block * BM + tl.arange(0, BM)) * APART + residue
 
 
 @triton.jit
-def _aligned(first, residue, place):
+def _aligned(first, residue, place, APART: tl.constexpr):
     """The last distance up to `first` at which the lines of such queries are aligned."""
-    return first - ((first + residue + place) & (EVERY - 1))
+    return first - ((first + residue + place) & (APART - 1))
 
 
 @triton.jit
-def _columns(i, start, begin, width, BR: tl.constexpr):
+def _columns(i, start, begin, width, BR: tl.constexpr, APART: tl.constexpr):
     """Columns of a band from distance `start` on, [queries, BR], and which there are, by eights."""
-    first = (i + start - begin) // EVERY * EVERY
+    first = (i + start - begin) // APART * APART
     e = tl.arange(0, BR)
     eights = first[:, None] + (e // EVERY * EVERY)[None, :]
     return first[:, None] + e[None, :], (eights >= 0) & (eights < width)
+
+
+@triton.jit
+def _stored(DBAND, line, n, i, first, num_queries, width, BR: tl.constexpr):
+    """The gradients of pairs from key `first` on, a multiple of eight, [queries, BR].
+
+    For a causal filter and a band of all pairs, of which the pass over keys has stored every eight
+    whose first key a query sees, with zeros for the keys after it.
+    """
+    e = tl.arange(0, BR)
+    eights = first + (e // EVERY * EVERY)[None, :]
+    at = DBAND + line * width + (n[:, None] * width + first + e[None, :])
+    there = (n < num_queries)[:, None] & (eights >= 0) & (eights <= i[:, None])
+    return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
@@ -74,6 +88,7 @@ def spread(
     stb, sth, stt,
     CLIP: tl.constexpr, SIDED: tl.constexpr, SCORED: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """The bands of some queries: <x_i, row>, or what a table has, for every key.
 
@@ -81,10 +96,10 @@ def spread(
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    block, residue = _late_first()
-    if block * BM * EVERY + residue >= num_queries:
+    block, residue = _late_first(APART)
+    if block * BM * APART + residue >= num_queries:
         return
-    n = _places(block, residue, BM)
+    n = _places(block, residue, BM, APART)
     place = num_keys - num_queries
     i = n + place
     inside = n < num_queries
@@ -93,9 +108,9 @@ def spread(
     x = n
     if SCORED:
         x = _rows(X + b * sxb + h * sxh, sxt, n, size, WIDTH, num_queries, True)
-    early = block * BM * EVERY + place
-    late = tl.minimum(early + BM * EVERY, num_keys) - 1
-    first = _aligned(tl.maximum(1 - width, -late), residue, place)
+    early = block * BM * APART + place
+    late = tl.minimum(early + BM * APART, num_keys) - 1
+    first = _aligned(tl.maximum(1 - width, -late), residue, place, APART)
     last = 1 if SIDED else tl.minimum(width - tl.minimum(early, CLIP), num_keys - early)
     # Blocks of distances that are all beyond the reach.
     near = first + tl.maximum(-CLIP + 1 - first, 0) // BR * BR
@@ -112,7 +127,7 @@ def spread(
             far = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         out = _as_band(tl.broadcast_to(far[:, None], (BM, BR)), BAND)
         for start in tl.range(first, near, BR):
-            _store_band(band, out, n, i, start, begin, width, inside, BR)
+            _store_band(band, out, n, i, start, begin, width, inside, BR, APART)
     for start in tl.range(near, last, BR):
         of = _row(start + tl.arange(0, BR), CLIP, HALF)
         if SCORED:
@@ -126,7 +141,7 @@ def spread(
         else:
             at = TABLE + b * stb + h * sth + n[:, None].to(tl.int64) * stt + of[None, :]
             out = tl.load(at, mask=inside[:, None], other=0.0)
-        _store_band(band, _as_band(out, BAND), n, i, start, begin, width, inside, BR)
+        _store_band(band, _as_band(out, BAND), n, i, start, begin, width, inside, BR, APART)
 
 
 @triton.jit
@@ -142,8 +157,10 @@ def _as_band(out, BAND):
 
 
 @triton.jit
-def _store_band(band, out, n, i, start, begin, width, inside, BR: tl.constexpr):
-    c, there = _columns(i, start, begin, width, BR)
+def _store_band(
+    band, out, n, i, start, begin, width, inside, BR: tl.constexpr, APART: tl.constexpr
+):
+    c, there = _columns(i, start, begin, width, BR, APART)
     # From a head's first place on, 32 bits are enough.
     at = band + (n[:, None] * width + c)
     tl.store(at, out, mask=there & inside[:, None])
@@ -160,7 +177,7 @@ def _pulled(
     """
     i = n + place
     inside = n < num_queries
-    c, there = _columns(i, start, _band_start(n, place, num_keys, width, CLIP), width, BR)
+    c, there = _columns(i, start, _band_start(n, place, num_keys, width, CLIP), width, BR, EVERY)
     at = DBAND + line * width + (n[:, None] * width + c)
     if not MASK:
         return tl.load(at, mask=inside[:, None], other=0.0)
@@ -194,10 +211,10 @@ def band_to_queries(
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    block, residue = _late_first()
+    block, residue = _late_first(EVERY)
     if block * BM * EVERY + residue >= num_queries:
         return
-    n = _places(block, residue, BM)
+    n = _places(block, residue, BM, EVERY)
     inside = n < num_queries
     place = num_keys - num_queries
     i = n + place
@@ -208,39 +225,35 @@ def band_to_queries(
     early = block * BM * EVERY + place
     late = tl.minimum(early + BM * EVERY, num_keys) - 1
     # No key comes before the first.
-    first = _aligned(tl.maximum(-CLIP, -late), residue, place)
+    first = _aligned(tl.maximum(-CLIP, -late), residue, place, EVERY)
     turns = tl.cdiv((1 if SIDED else CLIP + 1) - first, BR)
     # From here to there all pairs are, and no ends.
     sure = tl.maximum(tl.cdiv(tl.maximum(1 - CLIP, -early) - first, BR), 0)
     limit = 1 if SIDED else tl.minimum(CLIP, num_keys - late)
     sure_stop = sure + tl.maximum(limit - first - sure * BR, 0) // BR
-    if KEYS > 0:
-        # And all see these keys.
-        sure_stop = tl.minimum(sure_stop, tl.maximum(tl.maximum(early + 1, 0) // BR, sure))
-    for span in tl.static_range(3):
-        if span == 0:
+    for span in tl.static_range(1 if KEYS > 0 else 3):
+        if KEYS > 0:
+            begin, end = 0, turns
+        elif span == 0:
             begin, end = 0, tl.minimum(sure, turns)
         elif span == 1:
             begin, end = sure, sure_stop
         else:
             begin, end = sure_stop, turns
         for turn in tl.range(begin, end):
+            start = first + turn * BR
             if KEYS > 0:
                 j = turn * BR + tl.arange(0, BR)
-                at = DBAND + line * width + (n[:, None] * width + j[None, :])
-                if span == 1:
-                    pull = tl.load(at, mask=inside[:, None], other=0.0)
-                else:
-                    eights = (turn * BR + tl.arange(0, BR) // EVERY * EVERY)[None, :]
-                    pull = tl.load(at, mask=inside[:, None] & (eights < width), other=0.0)
-                    pull = tl.where(j[None, :] <= i[:, None], pull, 0.0)
+                pull = _stored(DBAND, line, n, i, turn * BR, num_queries, width, BR)
                 k = _rows(K + b * skb + (h // group) * skh, skt, j, wide, KEYS, num_keys, True)
                 dq = tl.dot(pull, k, dq, input_precision=PRECISION)
-            start = first + turn * BR
-            grad = _pulled(
-                DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
-                BR, span != 1,
-            )  # fmt: skip
+                place_of = ((i + start) // EVERY * EVERY)[:, None]
+                grad = _stored(DBAND, line, n, i, place_of, num_queries, width, BR)
+            else:
+                grad = _pulled(
+                    DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
+                    BR, span != 1,
+                )  # fmt: skip
             of = _row(start + tl.arange(0, BR), CLIP, HALF)
             rows = _rows(ROWS + h * srh, size, of, size, WIDTH, _count(CLIP, HALF), True)
             acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
@@ -260,15 +273,20 @@ def band_to_rows(
     X, DBAND, ENDS, DROWS, batch, num_heads, num_queries, num_keys, width, size, count, parts, sxb,
     sxh, sxt,
     CLIP: tl.constexpr, SIDED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, PRECISION: tl.constexpr,
+    BR: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """sum_i dscore_i x_i over every eighth place of a part, [H, 8 parts, count, size], the last rows."""
+    """sum_i dscore_i x_i over every eighth place of a part, [H, 8 parts, count, size], the last rows.
+
+    STORED: as `_stored` has them.
+    """
     # Heads one after the other: what all distances of a head read stays in the cache.
     h = tl.program_id(2).to(tl.int64)
     residue, part = tl.program_id(0) % EVERY, tl.program_id(0) // EVERY
     place = num_keys - num_queries
     # Near distances have the most to do: they start first.
-    start = _aligned(-CLIP, residue, place) + (tl.num_programs(1) - 1 - tl.program_id(1)) * BR
+    start = (
+        _aligned(-CLIP, residue, place, EVERY) + (tl.num_programs(1) - 1 - tl.program_id(1)) * BR
+    )
     other = batch * tl.num_programs(2).to(tl.int64) * num_queries
     acc = tl.zeros((BR, WIDTH), tl.float32)
     span_of: tl.constexpr = BM * EVERY
@@ -284,16 +302,25 @@ def band_to_rows(
         # The last queries see no key that comes so much later.
         edge = (start <= -CLIP) | (start + BR - 1 > 0) | (start + BR > CLIP)
     sure = tl.where(edge, turns, sure)
-    for span in tl.static_range(2):
-        begin, end = (first, sure) if span == 0 else (sure, turns)
+    for span in tl.static_range(1 if STORED else 2):
+        if STORED:
+            begin, end = first, turns
+        elif span == 0:
+            begin, end = first, sure
+        else:
+            begin, end = sure, turns
         for turn in tl.range(batch * begin, batch * end):
             b, block = (turn % batch).to(tl.int64), turn // batch * parts + part
             line = (b * num_heads + h) * num_queries
-            n = _places(block, residue, BM)
-            grad = _pulled(
-                DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
-                BR, span == 0,
-            )  # fmt: skip
+            n = _places(block, residue, BM, EVERY)
+            if STORED:
+                place_of = ((n + place + start) // EVERY * EVERY)[:, None]
+                grad = _stored(DBAND, line, n, n + place, place_of, num_queries, width, BR)
+            else:
+                grad = _pulled(
+                    DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
+                    BR, span == 0,
+                )  # fmt: skip
             x = _rows(X + b * sxb + h * sxh, sxt, n, size, WIDTH, num_queries, True)
             acc = tl.dot(tl.trans(grad), x, acc, input_precision=PRECISION)
     e = tl.arange(0, WIDTH)
@@ -336,11 +363,11 @@ def band_to_table(
     """The gradient of a table, [B H, Q, 2c + 1]."""
     bh = tl.program_id(1)
     residue = tl.program_id(0) % EVERY
-    n = _places(tl.program_id(0) // EVERY, residue, BM)
+    n = _places(tl.program_id(0) // EVERY, residue, BM, EVERY)
     place = num_keys - num_queries
     line = bh.to(tl.int64) * num_queries
     other = tl.num_programs(1).to(tl.int64) * num_queries
-    start = _aligned(-CLIP, residue, place) + tl.program_id(2) * BR
+    start = _aligned(-CLIP, residue, place, EVERY) + tl.program_id(2) * BR
     out = _pulled(
         DBAND,
         ENDS,
