@@ -96,11 +96,8 @@ def _span(
         if E1 > 0:
             t = warpgroup_mma(k1, q1s.index(s).permute((1, 0)), t, is_async=True)
         dp = warpgroup_mma(v, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
-        lse2 = rows.index(s * ROWS).load(ACROSS)[None, :]
-        if BANDED:
-            # Read while the products run.
-            bias = biases.index(s * 2 + own).permute((1, 0)).load(SCORES)
         t = warpgroup_mma_wait(1, (t,))
+        lse2 = rows.index(s * ROWS).load(ACROSS)[None, :]
         if MODE0 == 2:
             scale = rows.index(s * ROWS + 2).load(ACROSS)[None, :]
             if HAS_COL0:
@@ -111,7 +108,7 @@ def _span(
         else:
             e = t * factor - lse2
         if BANDED:
-            e += bias.to(gl.float32)
+            e += biases.index(s * 2 + own).permute((1, 0)).load(SCORES).to(gl.float32)
         if MASK:
             i = start + step * BLOCK + place + gl.arange(0, BLOCK, ACROSS)
             seen = _visible(
