@@ -139,8 +139,7 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
         (SIZES[kind, bucket, name] for name in names if (kind, bucket, name) in SIZES), None
     )
     sizes = found or Sizes(16, 16, 4, 1)
-    # A band of all pairs begins with the first key for all queries.
-    if 0 <= c["CLIP"] < p.num_keys:
+    if c["CLIP"] >= 0:
         most = (min(sizes.queries, GRANULE), min(sizes.keys, GRANULE))
         sizes = sizes._replace(queries=most[0], keys=most[1])
     return sizes
