@@ -4,6 +4,8 @@ Of T keys, those a query sees whole, all but its nearest P, are flash attention'
 j <= i - P is causal again for the queries from P on and the first T - P keys. What the nearest add
 is merged by log_mass. Its backward needs no second pass over the keys: flash attention's backward
 is given the output and the log_mass of the whole rows, from which it forms their own weights.
+Where only the key at a query's own place is cut and sequences are short, our own kernels do both
+(own_key.py).
 
 Before and after flash attention there are small passes, in Triton (taps_launch.py) or, on a CPU,
 in plain PyTorch (plain_taps.py). Outside of compiled graphs an autograd function runs all of it,
@@ -23,7 +25,7 @@ from torch import Tensor
 from ..operators import fake, learns, operator
 from ..taps import Boundary, sum_by_id
 from ..term import accumulator
-from . import plain_taps, taps_launch
+from . import own_key, plain_taps, taps_launch
 from .plain_taps import Call
 from .tapes import play
 from .triton import INSTALLED
@@ -107,6 +109,17 @@ class Kept(NamedTuple):
     lse: Tensor | None  # see Near
     far_lse: Tensor | None
     scores: Tensor | None
+    # Keys and values as own_key.py takes them, where they have kernels; then there are no scores.
+    own_k: Tensor | None = None
+    own_v: Tensor | None = None
+
+    @property
+    def seen(self) -> own_key.Seen | None:
+        """What own_key.py read, if it was asked."""
+        if self.kt is None or self.vt is None or self.far_lse is not None:
+            return None
+        own_k = self.kt if self.own_k is None else self.own_k
+        return own_key.Seen(self.kt, self.vt, own_k, self.vt if self.own_v is None else self.own_v)
 
     def raw(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as they came; a copy that no kernel made serves as well."""
@@ -127,6 +140,13 @@ def forward(
     if length <= cut:
         out, near = passes.merge(q, k, v, keys, values, None, None, None, call)
         return Kept(out, None, None, keys, values, near.lse, None, near.scores), ()
+    if passes is taps_launch and own_key.takes(q, v, call):
+        *found, bad = taps_launch.convolve_with_own(k, v, keys, values, call)
+        seen = own_key.Seen(*found)
+        out, lse = own_key.forward(q, seen, bad, call)
+        own_k = None if keys is None else seen.own_k
+        own_v = None if values is None else seen.own_v
+        return Kept(out, seen.k, seen.v, keys, values, lse, None, None, own_k, own_v), ()
     kt, vt, bad = passes.convolve(k, v, keys, values, call)
     far, far_lse, rest = flash(
         q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut], call, chosen
@@ -143,10 +163,17 @@ def backward(
     value_taps: Tensor | None, kept: Kept, rest: tuple[Any, ...], call: Call,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dq, dk, dv and those of the taps."""
-    out, kt, vt, keys, values, lse, far_lse, scores = kept
+    out, kt, vt, keys, values, lse, far_lse, scores, *_ = kept
     passes, cut, length, far = _passes(q.device), call.cut, q.shape[2], None
     if grad.stride() != out.stride():
         grad = torch.empty_like(out).copy_(grad)
+    if (seen := kept.seen) is not None and lse is not None:
+        far, near = own_key.backward(grad, q, seen, out, lse, call)
+        dq, dk, dv, *dkernels = taps_launch.backward(
+            q, *kept.raw(k, v), keys, values, grad, out, lse, scores, far, call, near
+        )
+        dtaps = passes.kernels_backward(dkernels, (keys, values), (key_taps, value_taps), call)
+        return dq, dk, dv, *dtaps
     if kt is not None and vt is not None and far_lse is not None:
         far = flash_backward(
             grad[:, :, cut:], q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut],
@@ -234,7 +261,7 @@ def _forward_alone(
     key_taps: Tensor | None, value_taps: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     kept, _ = forward(q, k, v, key_taps, value_taps, call, chosen)
-    out, kt, vt, keys, values, lse, far_lse, scores = kept
+    out, kt, vt, keys, values, lse, far_lse, scores, own_k, own_v = kept
     # An operator does not give back what came.
     kt, vt = kt.clone() if kt is k else kt, vt.clone() if vt is v else vt
     far_lse = None if far_lse is None else far_lse.reshape(far_lse.shape[:3])
@@ -245,6 +272,7 @@ def _forward_alone(
         _laid(out, tokens),
         *(q.new_empty(0) if x is None else x.contiguous() for x in (kt, vt)),
         *(q.new_empty(0, dtype=wide) if x is None else x.contiguous() for x in numbers),
+        *(q.new_empty(0) if x is None else x for x in (own_k, own_v)),
     ]
 
 
@@ -258,11 +286,18 @@ def _(
         (0,) if x is None else (*x.shape[:3], 1 + cut, x.shape[-1]) for x in (key_taps, value_taps)
     )
     near = ((batch, heads, length), (batch, heads, length - cut), (batch, heads, length, cut))
-    shapes = (s if there else (0,) for s, there in zip(near, (cut, far, cut), strict=True))
+    call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
+    own = far and _passes(q.device) is taps_launch and own_key.takes(q, v, call)
+    given = (cut, far and not own, cut and not own)
+    shapes = (s if there else (0,) for s, there in zip(near, given, strict=True))
     return [
         _empty(q, tokens),
         *(x.new_empty(x.shape if far else (0,)) for x in (k, v)),
         *(q.new_empty(s, dtype=wide) for s in (*kernels, *shapes)),
+        *(
+            x.new_empty(x.shape if own and taps is not None else (0,))
+            for x, taps in ((k, key_taps), (v, value_taps))
+        ),
     ]
 
 

@@ -178,8 +178,25 @@ def convolve(
 
     Without a copy, flash attention's backward would multiply its zeros by what is not finite.
     """
+    kt, vt, _, _, bad = _convolve(k, v, keys, values, call, own=False)
+    return kt, vt, bad
+
+
+def convolve_with_own(
+    k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same, and between them keys and values as the query at their place sees them."""
+    return _convolve(k, v, keys, values, call, own=True)
+
+
+def _convolve(
+    k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call, *, own: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     k, v = _readable(k), _readable(v)
     kt, vt = k.new_empty(k.shape), v.new_empty(v.shape)
+    # What has no kernels is the same for all.
+    own_k = k.new_empty(k.shape) if own and keys is not None else kt
+    own_v = v.new_empty(v.shape) if own and values is not None else vt
     rows, grid = _grid("convolve", k)
     bad = k.new_empty((grid[1], grid[0]), dtype=torch.int32)
 
@@ -187,13 +204,13 @@ def convolve(
         numbers = (
             *k.stride()[:3], *v.stride()[:3], *k.shape[1:], _per_head(keys), _per_head(values)
         )  # fmt: skip
-        targets = _target(keys, call, "K", "RCL") | _target(values, call, "V", "RCL")
-        return grid, numbers, targets | {"D": room(k.shape[3]), "BM": rows}
+        targets = _target(keys, call, "K") | _target(values, call, "V") | _rule(call)
+        return grid, numbers, targets | {"OWN": own, "D": room(k.shape[3]), "BM": rows}
 
-    key = ("convolve", *_kind(k), v.stride(), _size(keys), _size(values), call)
-    tensors = (k, v, k if keys is None else keys, v if values is None else values, kt, vt, bad)
-    _start(key, tensors, make)
-    return kt, vt, bad
+    key = ("convolve", *_kind(k), v.stride(), _size(keys), _size(values), call, own)
+    weights = (k if keys is None else keys, v if values is None else values)
+    _start(key, (k, v, *weights, kt, vt, own_k, own_v, bad), make)
+    return kt, vt, own_k, own_v, bad
 
 
 def merge(
@@ -237,16 +254,18 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
     grad: Tensor, out: Tensor, lse: Tensor | None, scores: Tensor | None,
     far: tuple[Tensor, Tensor, Tensor] | None, call: Call,
+    near: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """`near`: shares and pulls of the nearest keys, which `far` has of queries, too."""
     q, k, v, grad, out = (_readable(x) for x in (q, k, v, grad, out))
     batch, heads, length, width = q.shape
     cut, rule = call.cut, _rule(call)
     wk, wv = k if keys is None else keys, v if values is None else values
     blank = q if scores is None else scores
     lse = blank if lse is None else lse
-    alone = cut == 1 and call.boundary == "shrink"
-    shares, pulls = blank, blank
-    if cut and not alone:
+    alone = near is None and cut == 1 and call.boundary == "shrink"
+    shares, pulls = near or (blank, blank)
+    if cut and near is None and not alone:
         shares, pulls = torch.empty_like(blank), torch.empty_like(blank)
 
         def make_pulls() -> Made:
@@ -259,7 +278,8 @@ def backward(
         key = ("pulls", *_kind(v), grad.stride(), out.stride(), _size(values), call)
         _start(key, (v, wv, grad, out, lse, blank, shares, pulls), make_pulls)
     dk, dv = torch.empty_like(q), torch.empty_like(q)
-    dq = torch.empty_like(q) if cut or far is None else far[0]
+    queries = near is None and cut > 0
+    dq = torch.empty_like(q) if queries or far is None else far[0]
     far_q, far_k, far_v = (q, k, v) if far is None else (_readable(x) for x in far)
     dkeys, dvalues = (
         None if w is None else w.new_empty(batch, length, heads, *w.shape[3:])
@@ -275,12 +295,13 @@ def backward(
         )  # fmt: skip
         return grid, numbers, _target(keys, call, "K") | _target(values, call, "V") | rule | {
             "NORMAL": call.temperature is not None, "HAS_FAR": far is not None, "ALONE": alone,
-            "D": room(width), "BM": rows,
+            "QUERIES": queries, "D": room(width), "BM": rows,
         }  # fmt: skip
 
     own: tuple[Any, ...] = (
         "backward", *_kind(q), k.stride(), v.stride(), grad.stride(), out.stride(), far is None,
         far_q.stride(), far_k.stride(), far_v.stride(), _size(keys), _size(values), call,
+        near is None,
     )  # fmt: skip
     tensors = (
         q, k, v, wk, wv, grad, out, lse, blank, shares, pulls, far_q, far_k, far_v, dq, dk, dv,

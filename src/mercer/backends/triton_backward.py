@@ -23,6 +23,7 @@ from .triton_kernels import (
     FAR,
     FLAT,
     IDENTITY,
+    LOG2E,
     PAIRS,
     POLY,
     _band_at,
@@ -43,6 +44,7 @@ from .triton_kernels import (
     _of_keys,
     _of_queries,
     _ones,
+    _own_block,
     _power,
     _query_range,
     _row_of,
@@ -579,7 +581,7 @@ def _store_queries(
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_queries(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
-    OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DBAND, ENDS,
+    OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DBAND, ENDS, OWN_K, OWN_V, SHARES, PULLS,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
@@ -594,12 +596,13 @@ def backward_queries(
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
     SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, TOKENS: tl.constexpr,
     ADD: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, HAS_LSE: tl.constexpr,
-    FIRST: tl.constexpr, HAS_LOW: tl.constexpr,
+    FIRST: tl.constexpr, HAS_LOW: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale, drow and the gradient of a band, of one block of queries.
 
     CUT: keys beyond the table's reach are left to another pass, which ADDs its share. FIRST: no pass
-    has formed delta and log_mass to the base 2 before.
+    has formed delta and log_mass to the base 2 before. OWN: each query has one more key for itself,
+    whose weight and the gradient of whose score go to SHARES and PULLS.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -706,6 +709,14 @@ def backward_queries(
                 _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
                 WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, CUT,
             )  # fmt: skip
+    if OWN:
+        x, y = _own_block(OWN_K, OWN_V, b, h, block * BM, BM, E0, V)
+        s = tl.sum(q0.to(tl.float32) * x, 1) * (scale0 * LOG2E)
+        share = tl.exp2(s - lse2)
+        pull = share * (tl.sum(grad.to(tl.float32) * y, 1) - delta)
+        dq0 += pull[:, None] * x
+        tl.store(SHARES + line + n, share, mask=inside)
+        tl.store(PULLS + line + n, pull, mask=inside)
     # What all weights of a row move by together.
     moved = none
     if HAS_LSE:

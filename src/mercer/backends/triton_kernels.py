@@ -551,9 +551,48 @@ def _forward_span(
     return acc, mass, peak
 
 
+@triton.jit
+def _own_block(
+    OWN_K, OWN_V, b, h, first_query, BM: tl.constexpr, E0: tl.constexpr, V: tl.constexpr
+):
+    """The key and the value that each of these queries has for itself, in float32."""
+    at = [b.to(tl.int32), h.to(tl.int32), first_query, 0]
+    x, y = OWN_K.load(at).reshape(BM, E0), OWN_V.load(at).reshape(BM, V)
+    return x.to(tl.float32), y.to(tl.float32)
+
+
+@triton.jit
+def _own_key(
+    acc, mass, peak, q, rate, OWN_K, OWN_V, b, h, first_query,
+    BM: tl.constexpr, E0: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The same with the key that a query has for itself."""
+    x, y = _own_block(OWN_K, OWN_V, b, h, first_query, BM, E0, V)
+    s = tl.sum(q.to(tl.float32) * x, 1) * rate
+    s = tl.where(tl.abs(s) < float("inf"), s, float("nan"))
+    top = tl.maximum(peak, s)
+    old = tl.where(mass == 0.0, 0.0, tl.exp2(peak - top))
+    new = tl.exp2(s - top)
+    return acc * old[:, None] + new[:, None] * y, mass * old + new, top
+
+
+@triton.constexpr_function
+def _power_of_two(count):
+    return 1 << (count - 1).bit_length()
+
+
+@triton.jit
+def _spoiled(BAD, bh, i, BLOCKS: tl.constexpr):
+    """Which places come at or after the first that any of BLOCKS blocks says of a head."""
+    block = tl.arange(0, _power_of_two(BLOCKS))
+    bad = tl.load(BAD + bh.to(tl.int64) * BLOCKS + block, mask=block < BLOCKS, other=2**31 - 1)
+    return i >= tl.min(bad, 0)
+
+
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def forward(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, OUT, LOW, LSE,
+    OWN_K, OWN_V, BAD,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
@@ -566,9 +605,12 @@ def forward(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
     INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
-    TOKENS: tl.constexpr, HELD: tl.constexpr,
+    TOKENS: tl.constexpr, HELD: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """out and log_mass of one block of queries; with SPLIT, over one part of the keys."""
+    """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
+
+    OWN: each query has one more key for itself; BAD says in OWN blocks where something is not finite.
+    """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     # Late blocks of a causal filter have the most to do: they start first.
@@ -653,6 +695,10 @@ def forward(
                 _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
                 DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED,
             )  # fmt: skip
+    if OWN > 0:
+        acc, mass, peak = _own_key(
+            acc, mass, peak, q0, scale0 * LOG2E, OWN_K, OWN_V, b, h, block * BM, BM, E0, V
+        )
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
     out = acc / safe[:, None]
@@ -661,6 +707,11 @@ def forward(
     if FORM == POLY:
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
+    if OWN > 0:
+        spoiled = _spoiled(BAD, bh, i, OWN)
+        fine = (tl.abs(out) < float("inf")) & ~spoiled[:, None]
+        out = tl.where(fine, out, float("nan"))
+        lse = tl.where(spoiled, float("nan"), lse)
     e = tl.arange(0, V)
     target = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if SPLIT:

@@ -112,7 +112,7 @@ def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
     return out
 
 
-def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
+def tensors_of(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
     """What all kernels take first; blocks that a loop reads are described for the copy engine."""
     k1 = ready.columns if p.spread else x.k[-1]
     tensors: list[Any] = [
@@ -176,7 +176,8 @@ def _forward(
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    launch((*_tensors(x, ready, p, launch, "forward"), *targets), p.numbers(x.seed))
+    none = (lse, lse, lse)
+    launch((*tensors_of(x, ready, p, launch, "forward"), *targets, *none), p.numbers(x.seed))
     if parts > 1:
         rows = batch * heads * num_queries
         helper(
@@ -254,7 +255,7 @@ def backward(
     if stored:
         hopper.all_passes(x, p, ready, rows, of_keys, within, given_lse)
     elif banded:
-        _backward_keys(x, p, ready, rows, of_keys, dband[0])
+        backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
     else:
         _backward(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
@@ -297,14 +298,14 @@ def _backward(
     if c["TILED"]:
         dband = describe(dband, c["BM"], c["BN"])
     launch(
-        (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
-         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends),
+        (*tensors_of(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
+         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends, lse2, lse2, lse2, lse2),
         p.numbers(x.seed),
     )  # fmt: skip
-    _backward_keys(x, p, ready, rows, of_keys, add=not first)
+    backward_keys(x, p, ready, rows, of_keys, add=not first)
 
 
-def _backward_keys(
+def backward_keys(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
     of_keys: tuple[Any, ...], dband: Tensor | None = None, *, add: bool = False,
 ) -> None:  # fmt: skip
@@ -321,7 +322,7 @@ def _backward_keys(
         )
         c = launch.constants
         launch(
-            (*_tensors(x, ready, p, launch, "keys"),
+            (*tensors_of(x, ready, p, launch, "keys"),
              describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
              lse2, delta, delta if dband is None else describe(dband, c["BM"], c["BN"]),
              dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),

@@ -469,10 +469,10 @@ def key_parts(slots: tuple[Slot, ...], wide: bool) -> tuple[int, ...]:
 def launch_of(
     p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
-    store: bool = False,
+    store: bool = False, own: int = 0,
 ) -> Launch:  # fmt: skip
     """The kernel of this kind for the plan."""
-    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store)
+    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store, own)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -489,6 +489,7 @@ def launch_of(
     if kind == "forward":
         kernel: Any = triton_kernels.forward
         flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "INSIDE": inside, "SPREAD": spread}
+        flags["OWN"] = own
     else:
         kernel = triton_backward.backward_keys
         flags |= {
@@ -500,7 +501,7 @@ def launch_of(
             kernel = triton_backward.backward_queries
             flags["SPREAD"] = spread
             flags |= {"CUT": cut, "HAS_LSE": lse, "FIRST": not add}
-            flags["HAS_LOW"] = low
+            flags |= {"HAS_LOW": low, "OWN": own > 0}
         flags["ADD"] = add
     if kind == "keys":
         flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part, "STORE": store}
