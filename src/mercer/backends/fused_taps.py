@@ -109,17 +109,17 @@ class Kept(NamedTuple):
     lse: Tensor | None  # see Near
     far_lse: Tensor | None
     scores: Tensor | None
-    # Keys and values as own_key.py takes them, where they have kernels; then there are no scores.
+    # Keys and values as own_key.py takes them, where it has no others; then there are no scores.
     own_k: Tensor | None = None
     own_v: Tensor | None = None
 
-    @property
-    def seen(self) -> own_key.Seen | None:
-        """What own_key.py read, if it was asked."""
+    def seen(self, k: Tensor, v: Tensor, call: Call) -> own_key.Seen | None:
+        """What own_key.py read, if it was asked; k and v are as they came."""
         if self.kt is None or self.vt is None or self.far_lse is not None:
             return None
-        own_k = self.kt if self.own_k is None else self.own_k
-        return own_key.Seen(self.kt, self.vt, own_k, self.vt if self.own_v is None else self.own_v)
+        own_k = self.kt if self.keys is None else k if self.own_k is None else self.own_k
+        own_v = self.vt if self.values is None else v if self.own_v is None else self.own_v
+        return own_key.Seen(self.kt, self.vt, own_k, own_v)
 
     def raw(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as they came; a copy that no kernel made serves as well."""
@@ -144,8 +144,8 @@ def forward(
         *found, bad = taps_launch.convolve_with_own(k, v, keys, values, call)
         seen = own_key.Seen(*found)
         out, lse = own_key.forward(q, seen, bad, call)
-        own_k = None if keys is None else seen.own_k
-        own_v = None if values is None else seen.own_v
+        own_k = None if keys is None or call.lone else seen.own_k
+        own_v = None if values is None or call.lone else seen.own_v
         return Kept(out, seen.k, seen.v, keys, values, lse, None, None, own_k, own_v), ()
     kt, vt, bad = passes.convolve(k, v, keys, values, call)
     far, far_lse, rest = flash(
@@ -167,10 +167,11 @@ def backward(
     passes, cut, length, far = _passes(q.device), call.cut, q.shape[2], None
     if grad.stride() != out.stride():
         grad = torch.empty_like(out).copy_(grad)
-    if (seen := kept.seen) is not None and lse is not None:
-        far, near = own_key.backward(grad, q, seen, out, lse, call)
+    raw = kept.raw(k, v)
+    if (seen := kept.seen(*raw, call)) is not None and lse is not None:
+        far, near, finished = own_key.backward(grad, q, seen, out, lse, call, keys is None)
         dq, dk, dv, *dkernels = taps_launch.backward(
-            q, *kept.raw(k, v), keys, values, grad, out, lse, scores, far, call, near
+            q, *raw, keys, values, grad, out, lse, scores, far, call, near, finished=finished
         )
         dtaps = passes.kernels_backward(dkernels, (keys, values), (key_taps, value_taps), call)
         return dq, dk, dv, *dtaps
@@ -179,9 +180,8 @@ def backward(
             grad[:, :, cut:], q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut],
             out[:, :, cut:], far_lse, rest, call,
         )  # fmt: skip
-    k, v = kept.raw(k, v)
     dq, dk, dv, *dkernels = passes.backward(
-        q, k, v, keys, values, grad, out, lse, scores, far, call
+        q, *raw, keys, values, grad, out, lse, scores, far, call
     )
     dtaps = passes.kernels_backward(dkernels, (keys, values), (key_taps, value_taps), call)
     return dq, dk, dv, *dtaps
@@ -295,7 +295,7 @@ def _(
         *(x.new_empty(x.shape if far else (0,)) for x in (k, v)),
         *(q.new_empty(s, dtype=wide) for s in (*kernels, *shapes)),
         *(
-            x.new_empty(x.shape if own and taps is not None else (0,))
+            x.new_empty(x.shape if own and taps is not None and not call.lone else (0,))
             for x, taps in ((k, key_taps), (v, value_taps))
         ),
     ]

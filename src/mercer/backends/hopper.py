@@ -92,13 +92,19 @@ def _share(p: Plan) -> int:
 
 def keys(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], dband: Tensor | None = None,
+    of_keys: tuple[Any, ...], dband: Tensor | None = None, pulls: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The pass over keys; `rows` are dO, log_mass to the base 2, delta and dlog_mass."""
+    """The pass over keys; `rows` are dO, log_mass to the base 2, delta and dlog_mass.
+
+    `pulls`: the gradient of the score of a key and the query at its place, which other queries do
+    not see like that; its share is added.
+    """
     c, banded = p.constants, dband is not None
     tensors = _tensors(x, p, ready, rows, of_keys, x.v if dband is None else _of(dband, GROUP))
+    tensors = (*tensors[:-1], rows[1] if pulls is None else pulls)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
-        _keys(p, part, store=banded, banded=banded)(tensors, (*p.numbers(x.seed), 0))
+        launch = _keys(p, part, store=banded, banded=banded, adds=pulls is not None)
+        launch(tensors, (*p.numbers(x.seed), 0))
 
 
 def all_passes(
@@ -154,14 +160,15 @@ def _tensors(
     return (
         _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
-        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], ds[0],
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], ds[0], lse2,
     )  # fmt: skip
 
 
 def _keys(
-    p: Plan, part: int, heads: int = 0, *, store: bool = False, banded: bool = False
-) -> Launch:
-    key = ("groups", part, heads, store, banded)
+    p: Plan, part: int, heads: int = 0, *, store: bool = False, banded: bool = False,
+    adds: bool = False,
+) -> Launch:  # fmt: skip
+    key = ("groups", part, heads, store, banded, adds)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -172,10 +179,11 @@ def _keys(
     # Bytes of a row of all features; a block has three numbers beside each.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
     left = shared_memory(p.device) - 2 * GROUP * (row + 2 * GROUP * store) - 2048
+    left -= 4 * GROUP * c["E0"] * adds
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
         "STAGES": min(3, left // (GROUP * (row + 4 * GROUP * banded + 12))), "STORE": store,
-        "BANDED": banded,
+        "BANDED": banded, "ADDS": adds,
     }  # fmt: skip
     batch, all_heads, _ = p.static.shape
     grid = (-(-p.num_keys // (2 * GROUP)), heads or batch * all_heads, 1)

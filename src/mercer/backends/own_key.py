@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import hopper
 from .plain_taps import Call
 from .triton_launch import backward_keys, prepare, tensors_of
 from .triton_plan import (
@@ -26,7 +27,6 @@ from .triton_plan import (
     aligned_copy,
     by_tokens,
     copies,
-    describe,
     empty,
     launch_of,
     plan,
@@ -65,19 +65,20 @@ def forward(q: Tensor, seen: Seen, bad: Tensor, call: Call) -> tuple[Tensor, Ten
     static, v = p.static, seen.v
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
-    launch = launch_of(p, "forward", own=bad.shape[1])
-    own = _described(seen, launch.constants)
-    tensors = tensors_of(x, ready, p, launch, "forward")
-    launch((*tensors, out, ready.col0, lse, *own, bad), p.numbers(None))
+    blocks = bad.shape[1]
+    launch = launch_of(p, "forward", own=1 << (blocks - 1).bit_length(), places=_places(seen))
+    tensors = (*tensors_of(x, ready, p, launch, "forward"), out, ready.col0, lse)
+    launch((*tensors, seen.own_k, seen.own_v, bad), (*p.numbers(None), *_strides(seen), blocks))
     return out, lse
 
 
 def backward(
-    grad: Tensor, q: Tensor, seen: Seen, out: Tensor, lse: Tensor, call: Call
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    grad: Tensor, q: Tensor, seen: Seen, out: Tensor, lse: Tensor, call: Call, same: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor], bool]:
     """Gradients of queries, and of keys and values that others see; what the others' follow from.
 
-    The last two are the weight of each query's own key and the gradient of its score, [B, H, T, 1].
+    The latter are the weight of each query's own key and the gradient of its score, [B, H, T, 1].
+    `same`: own keys are those that others see, so that one gradient may do; last: whether it did.
     """
     x, p, ready = _planned(q, seen, call)
     static, none = p.static, ready.col0
@@ -90,13 +91,18 @@ def backward(
     dk = empty(q, batch, heads, length, q.shape[-1], tokens)
     dv = empty(q, batch, heads, length, seen.v.shape[-1], tokens)
     rows = (grad, lse2, delta, lse)
-    launch = launch_of(p, "queries", own=1)
-    own = _described(seen, launch.constants)
+    launch = launch_of(p, "queries", own=1, places=_places(seen))
     made = (out, none, lse, dq, dq, none, none, none, none, delta, delta)
-    tensors = tensors_of(x, ready, p, launch, "queries")
-    launch((*tensors, *rows, *made, *own, shares, pulls), p.numbers(None))
-    backward_keys(x, p, ready, rows, ([dk], dv, [none], [none]))
-    return (dq, dk, dv), (shares, pulls)
+    tensors = (*tensors_of(x, ready, p, launch, "queries"), *rows, *made)
+    own = (seen.own_k, seen.own_v, shares, pulls)
+    launch((*tensors, *own), (*p.numbers(None), *_strides(seen)))
+    of_keys = ([dk], dv, [none], [none])
+    finished = same and hopper.takes(p, grad)
+    if finished:
+        hopper.keys(x, p, ready, rows, of_keys, pulls=pulls)
+    else:
+        backward_keys(x, p, ready, rows, of_keys)
+    return (dq, dk, dv), (shares, pulls), finished
 
 
 def _planned(q: Tensor, seen: Seen, call: Call) -> tuple[Inputs, Plan, Numbers]:
@@ -114,6 +120,10 @@ def _planned(q: Tensor, seen: Seen, call: Call) -> tuple[Inputs, Plan, Numbers]:
     return x, plan(x, static, ready), ready
 
 
-def _described(seen: Seen, constants: dict[str, int]) -> tuple[object, object]:
-    rows = constants["BM"]
-    return describe(seen.own_k, rows, constants["E0"]), describe(seen.own_v, rows, constants["V"])
+def _strides(seen: Seen) -> tuple[int, ...]:
+    return *seen.own_k.stride()[:3], *seen.own_v.stride()[:3]
+
+
+def _places(seen: Seen) -> tuple[int, ...]:
+    """Where own keys and values begin, and how far apart they are."""
+    return seen.own_k.data_ptr() % 16, seen.own_v.data_ptr() % 16, *_strides(seen)

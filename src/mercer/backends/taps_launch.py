@@ -194,9 +194,11 @@ def _convolve(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     k, v = _readable(k), _readable(v)
     kt, vt = k.new_empty(k.shape), v.new_empty(v.shape)
-    # What has no kernels is the same for all.
-    own_k = k.new_empty(k.shape) if own and keys is not None else kt
-    own_v = v.new_empty(v.shape) if own and values is not None else vt
+    own_k, own_v = kt, vt
+    if own:
+        # What has no kernels is the same for all.
+        own_k = kt if keys is None else k if call.lone else k.new_empty(k.shape)
+        own_v = vt if values is None else v if call.lone else v.new_empty(v.shape)
     rows, grid = _grid("convolve", k)
     bad = k.new_empty((grid[1], grid[0]), dtype=torch.int32)
 
@@ -205,7 +207,9 @@ def _convolve(
             *k.stride()[:3], *v.stride()[:3], *k.shape[1:], _per_head(keys), _per_head(values)
         )  # fmt: skip
         targets = _target(keys, call, "K") | _target(values, call, "V") | _rule(call)
-        return grid, numbers, targets | {"OWN": own, "D": room(k.shape[3]), "BM": rows}
+        return grid, numbers, targets | {
+            "OWN": own and not call.lone, "D": room(k.shape[3]), "BM": rows
+        }  # fmt: skip
 
     key = ("convolve", *_kind(k), v.stride(), _size(keys), _size(values), call, own)
     weights = (k if keys is None else keys, v if values is None else values)
@@ -254,9 +258,12 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
     grad: Tensor, out: Tensor, lse: Tensor | None, scores: Tensor | None,
     far: tuple[Tensor, Tensor, Tensor] | None, call: Call,
-    near: tuple[Tensor, Tensor] | None = None,
+    near: tuple[Tensor, Tensor] | None = None, *, finished: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """`near`: shares and pulls of the nearest keys, which `far` has of queries, too."""
+    """`near`: shares and pulls of the nearest keys, which `far` has of queries, too.
+
+    `finished`: and of keys.
+    """
     q, k, v, grad, out = (_readable(x) for x in (q, k, v, grad, out))
     batch, heads, length, width = q.shape
     cut, rule = call.cut, _rule(call)
@@ -277,7 +284,8 @@ def backward(
 
         key = ("pulls", *_kind(v), grad.stride(), out.stride(), _size(values), call)
         _start(key, (v, wv, grad, out, lse, blank, shares, pulls), make_pulls)
-    dk, dv = torch.empty_like(q), torch.empty_like(q)
+    dv = torch.empty_like(q)
+    dk = far[1] if finished and far is not None else torch.empty_like(q)
     queries = near is None and cut > 0
     dq = torch.empty_like(q) if queries or far is None else far[0]
     far_q, far_k, far_v = (q, k, v) if far is None else (_readable(x) for x in far)
@@ -288,20 +296,20 @@ def backward(
 
     def make() -> Made:
         rows, grid = _grid("backward", q)
-        tensors = (q, k, v, grad, out, far_q, far_k, far_v, dk)
+        tensors = (q, k, v, grad, out, far_q, far_k, far_v, dv)
         numbers = (
             *(s for x in tensors for s in x.stride()[:3]), *q.shape[1:], _per_head(keys),
             _per_head(values), call.scale,
         )  # fmt: skip
         return grid, numbers, _target(keys, call, "K") | _target(values, call, "V") | rule | {
             "NORMAL": call.temperature is not None, "HAS_FAR": far is not None, "ALONE": alone,
-            "QUERIES": queries, "D": room(width), "BM": rows,
+            "QUERIES": queries, "KEYS": not finished, "D": room(width), "BM": rows,
         }  # fmt: skip
 
     own: tuple[Any, ...] = (
         "backward", *_kind(q), k.stride(), v.stride(), grad.stride(), out.stride(), far is None,
         far_q.stride(), far_k.stride(), far_v.stride(), _size(keys), _size(values), call,
-        near is None,
+        near is None, finished,
     )  # fmt: skip
     tensors = (
         q, k, v, wk, wv, grad, out, lse, blank, shares, pulls, far_q, far_k, far_v, dq, dk, dv,

@@ -585,7 +585,7 @@ def backward_queries(
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout,
+    seed, number0, number1, dropout, okb, okh, okt, ovb, ovh, ovt,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     LOG0: tl.constexpr, LOG1: tl.constexpr,
@@ -616,6 +616,10 @@ def backward_queries(
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, False, TOKENS)
     grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
+    if OWN:
+        x, y = _own_block(
+            OWN_K, OWN_V, okb, okh, okt, ovb, ovh, ovt, b, h, n, num_queries, e0, dv, E0, V
+        )
     if HELD & 1:
         q0 = _held(q0, E0, PRECISION)
     if HELD & 2:
@@ -673,6 +677,13 @@ def backward_queries(
     ref1 = _reference(col1, WANT1 and HAS_COL1 and LINK1 == IDENTITY and MODE1 > 0)
     dcs = tl.zeros((BM, COLUMNS), tl.float32)
     dq0 = tl.zeros((BM, E0), tl.float32)
+    if OWN:
+        s = tl.sum(q0.to(tl.float32) * x, 1) * (scale0 * LOG2E)
+        share = tl.exp2(s - lse2)
+        pull = share * (tl.sum(grad.to(tl.float32) * y, 1) - delta)
+        dq0 = pull[:, None] * x
+        tl.store(SHARES + line + n, share, mask=inside)
+        tl.store(PULLS + line + n, pull, mask=inside)
     ds0, ds1, dr0, dr1, inner, later, earlier = none, none, none, none, none, none, none
     low = block * BM + place
     high = tl.minimum(block * BM + BM, num_queries) - 1 + place
@@ -709,14 +720,6 @@ def backward_queries(
                 _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
                 WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, CUT,
             )  # fmt: skip
-    if OWN:
-        x, y = _own_block(OWN_K, OWN_V, b, h, block * BM, BM, E0, V)
-        s = tl.sum(q0.to(tl.float32) * x, 1) * (scale0 * LOG2E)
-        share = tl.exp2(s - lse2)
-        pull = share * (tl.sum(grad.to(tl.float32) * y, 1) - delta)
-        dq0 += pull[:, None] * x
-        tl.store(SHARES + line + n, share, mask=inside)
-        tl.store(PULLS + line + n, pull, mask=inside)
     # What all weights of a row move by together.
     moved = none
     if HAS_LSE:

@@ -37,16 +37,18 @@ FEW_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _copy(
-    Q0, K0, Q1, K1, V_, TILES, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, biases, rows, ready, full,
-    empty, b0, b1, bt, bk0, bk1, bv, b, h, h0, h1, hv, line, first_key, start, steps, num_queries,
+    Q0, K0, Q1, K1, V_, TILES, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, owned, biases, rows, ready,
+    full, empty, b0, b1, bt, bk0, bk1, bv, b, h, h0, h1, hv, line, first_key, start, steps, num_queries,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, STAGES: gl.constexpr,
-    BANDED: gl.constexpr,
+    BANDED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values once, then block after block of queries."""
     SIZE: gl.constexpr = BLOCK * 2
-    mbarrier.expect(ready, 2 * OWN * 2 * (E0 + E1 + V))
+    mbarrier.expect(ready, 2 * OWN * 2 * (E0 + E1 + V + (E0 if ADDS else 0)))
     for own in gl.static_range(2):
         load(K0, [bk0, h0, first_key + own * OWN, 0], ready, k0s.index(own))
+        if ADDS:
+            load(Q0, [b0, h, first_key + own * OWN, 0], ready, owned.index(own))
         if E1 > 0:
             load(K1, [bk1, h1, first_key + own * OWN, 0], ready, k1s.index(own))
         load(V_, [bv, hv, first_key + own * OWN, 0], ready, vs.index(own))
@@ -164,13 +166,14 @@ def _span(
 
 @gluon.jit
 def _multiply(
-    DK0, DK1, DV, C0, DC0, DS0, k0, k1, v, q0s, q1s, gs, rows, ready, full, empty, head0, ref0,
+    DK0, DK1, DV, C0, DC0, DS0, PULLS, k0, k1, v, owned, q0s, q1s, gs, rows, ready, full, empty, head0, ref0,
     LENGTHS, IDS, b, h, line_c, keys, sums, first_key, start, steps, sure_start, sure_stop,
     place, first, stride_ids, num_keys, PAIRS, pairs, biases, own, part,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SUM0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr,
     STAGES: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr,
+    ADDS: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -212,6 +215,10 @@ def _multiply(
         if WANT0 and MODE0 == 1:
             share = (c - ref0) * dc if SUM0 else gl.zeros([OWN], gl.float32, DOWN)
             gl.store(DS0 + sums + j, share, mask=inside)
+        if ADDS:
+            pull = gl.load(PULLS + keys + j, mask=inside, other=0.0)
+            pull = gl.convert_layout(pull, gl.SliceLayout(1, SUMS0))
+            dk0 += pull[:, None] * owned.load(SUMS0).to(gl.float32)
         if MODE0 != 2:
             dk0 = dk0 * head0
             dc = dc * head0
@@ -237,19 +244,20 @@ def _multiply(
 @gluon.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
 def backward_keys(
     Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, DS0,
-    sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    PULLS, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout, offset,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    STORE: gl.constexpr, BANDED: gl.constexpr,
+    STORE: gl.constexpr, BANDED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
     STORE: what gradients of queries are made of is stored for all pairs, [keys, queries], of the heads
     from `offset` on. BANDED: a band has all pairs, [queries, keys], and so has what is stored.
+    ADDS: the query at a key's own place adds its own, by PULLS.
     """
     part = gl.program_id(1)
     bh = part + offset
@@ -298,6 +306,9 @@ def backward_keys(
     pairs = k0s
     if STORE:
         pairs = gl.allocate_shared_memory(DTYPE, [2, OWN, BLOCK], HALF)
+    owned = k0s
+    if ADDS:
+        owned = gl.allocate_shared_memory(DTYPE, [2, OWN, E0], HALF)
     biases = k0s
     if BANDED:
         biases = gl.allocate_shared_memory(TILES.dtype, [STAGES * 2, BLOCK, OWN], HALF)
@@ -321,21 +332,23 @@ def backward_keys(
     gl.warp_specialize(
         [
             (_multiply, (
-                DK0, DK1, DV, C0, DC0, DS0, k0s.index(0), k1s.index(0), vs.index(0), q0s, q1s, gs, rows,
+                DK0, DK1, DV, C0, DC0, DS0, PULLS, k0s.index(0), k1s.index(0), vs.index(0), owned.index(0),
+                q0s, q1s, gs, rows,
                 ready, full, empty, head0, ref0, LENGTHS, IDS, b, h, line_c, keys, sums, low,
                 start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, PAIRS, pairs.index(0), biases, 0, part,
-                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, BANDED, SIMPLE,
+                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, BANDED, SIMPLE, ADDS,
             )),
             (_multiply, (
-                DK0, DK1, DV, C0, DC0, DS0, k0s.index(1), k1s.index(1), vs.index(1), q0s, q1s, gs, rows,
+                DK0, DK1, DV, C0, DC0, DS0, PULLS, k0s.index(1), k1s.index(1), vs.index(1), owned.index(1),
+                q0s, q1s, gs, rows,
                 ready, full, empty, head0, ref0, LENGTHS, IDS, b, h, line_c, keys, sums, low + OWN,
                 start, steps, sure_start, sure_stop, place, first, stride_ids, num_keys, PAIRS, pairs.index(1), biases, 1, part,
-                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, BANDED, SIMPLE,
+                E0, E1, V, MODE0, HAS_COL0, FILTER, NORM0, WANT0, SUM0, SAVE_COL0, PART, STAGES, STORE, BANDED, SIMPLE, ADDS,
             )),
             (_copy, (
-                Q0, K0, Q1, K1, V_, TILES, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, biases, rows, ready, full,
-                empty, bq0, bq1, bt, bk0, bk1, bv, b, h, h // group0, h // group1, h // group_v, line, low,
-                start, steps, num_queries, E0, E1, V, MODE0, STAGES, BANDED,
+                Q0, K0, Q1, K1, V_, TILES, GRAD, S0, LSE2, DELTA, k0s, k1s, vs, q0s, q1s, gs, owned, biases, rows,
+                ready, full, empty, bq0, bq1, bt, bk0, bk1, bv, b, h, h // group0, h // group1, h // group_v, line, low,
+                start, steps, num_queries, E0, E1, V, MODE0, STAGES, BANDED, ADDS,
             )),
         ],
         [4, 4],

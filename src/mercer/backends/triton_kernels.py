@@ -553,39 +553,20 @@ def _forward_span(
 
 @triton.jit
 def _own_block(
-    OWN_K, OWN_V, b, h, first_query, BM: tl.constexpr, E0: tl.constexpr, V: tl.constexpr
-):
+    OWN_K, OWN_V, kb, kh, kt, vb, vh, vt, b, h, n, num_queries, e0, dv,
+    E0: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
     """The key and the value that each of these queries has for itself, in float32."""
-    at = [b.to(tl.int32), h.to(tl.int32), first_query, 0]
-    x, y = OWN_K.load(at).reshape(BM, E0), OWN_V.load(at).reshape(BM, V)
+    x = _rows(OWN_K + b * kb + h * kh, kt, n, e0, E0, num_queries, True)
+    y = _rows(OWN_V + b * vb + h * vh, vt, n, dv, V, num_queries, True)
     return x.to(tl.float32), y.to(tl.float32)
 
 
 @triton.jit
-def _own_key(
-    acc, mass, peak, q, rate, OWN_K, OWN_V, b, h, first_query,
-    BM: tl.constexpr, E0: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """The same with the key that a query has for itself."""
-    x, y = _own_block(OWN_K, OWN_V, b, h, first_query, BM, E0, V)
-    s = tl.sum(q.to(tl.float32) * x, 1) * rate
-    s = tl.where(tl.abs(s) < float("inf"), s, float("nan"))
-    top = tl.maximum(peak, s)
-    old = tl.where(mass == 0.0, 0.0, tl.exp2(peak - top))
-    new = tl.exp2(s - top)
-    return acc * old[:, None] + new[:, None] * y, mass * old + new, top
-
-
-@triton.constexpr_function
-def _power_of_two(count):
-    return 1 << (count - 1).bit_length()
-
-
-@triton.jit
-def _spoiled(BAD, bh, i, BLOCKS: tl.constexpr):
-    """Which places come at or after the first that any of BLOCKS blocks says of a head."""
-    block = tl.arange(0, _power_of_two(BLOCKS))
-    bad = tl.load(BAD + bh.to(tl.int64) * BLOCKS + block, mask=block < BLOCKS, other=2**31 - 1)
+def _spoiled(BAD, bh, i, blocks, MOST: tl.constexpr):
+    """Which places come at or after the first that any block, of at most MOST, says of a head."""
+    block = tl.arange(0, MOST)
+    bad = tl.load(BAD + bh.to(tl.int64) * blocks + block, mask=block < blocks, other=2**31 - 1)
     return i >= tl.min(bad, 0)
 
 
@@ -596,7 +577,7 @@ def forward(
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout,
+    seed, number0, number1, dropout, okb, okh, okt, ovb, ovh, ovt, bad_blocks,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     LOG0: tl.constexpr, LOG1: tl.constexpr,
@@ -609,7 +590,7 @@ def forward(
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
 
-    OWN: each query has one more key for itself; BAD says in OWN blocks where something is not finite.
+    OWN: each query has one more key for itself; BAD says in up to OWN blocks what is not finite.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -621,6 +602,11 @@ def forward(
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
+    if OWN > 0:
+        # Read beside the queries.
+        x, y = _own_block(
+            OWN_K, OWN_V, okb, okh, okt, ovb, ovh, ovt, b, h, n, num_queries, e0, dv, E0, V
+        )
     if HELD & 1:
         q0 = _held(q0, E0, PRECISION)
     none = tl.zeros((BM,), tl.float32)
@@ -652,7 +638,13 @@ def forward(
     acc = tl.zeros((BM, V), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
     peak = tl.zeros((BM,), tl.float32)
-    if FORM < POLY:
+    if OWN > 0:
+        # It goes first: what would be zeros then is what it gives.
+        acc = y
+        peak += tl.sum(q0.to(tl.float32) * x, 1) * (scale0 * LOG2E)
+        peak = tl.where(tl.abs(peak) < float("inf"), peak, float("nan"))
+        mass += 1.0
+    elif FORM < POLY:
         peak += float("-inf")
     low = block * BM + place
     high = tl.minimum(block * BM + BM, num_queries) - 1 + place
@@ -695,10 +687,6 @@ def forward(
                 _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
                 DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED,
             )  # fmt: skip
-    if OWN > 0:
-        acc, mass, peak = _own_key(
-            acc, mass, peak, q0, scale0 * LOG2E, OWN_K, OWN_V, b, h, block * BM, BM, E0, V
-        )
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
     out = acc / safe[:, None]
@@ -708,7 +696,7 @@ def forward(
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
     if OWN > 0:
-        spoiled = _spoiled(BAD, bh, i, OWN)
+        spoiled = _spoiled(BAD, bh, i, bad_blocks, OWN)
         fine = (tl.abs(out) < float("inf")) & ~spoiled[:, None]
         out = tl.where(fine, out, float("nan"))
         lse = tl.where(spoiled, float("nan"), lse)

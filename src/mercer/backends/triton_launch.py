@@ -43,6 +43,8 @@ LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
 # pass over the keys for each slot.
 ROOM = 512
+# The strides of keys and values that a query has for itself: none.
+NO_OWN = (0,) * 6
 
 
 def prepare(x: Inputs, static: Static, band: Tensor, inside: bool = False) -> Numbers:
@@ -176,8 +178,8 @@ def _forward(
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    none = (lse, lse, lse)
-    launch((*tensors_of(x, ready, p, launch, "forward"), *targets, *none), p.numbers(x.seed))
+    tensors = (*tensors_of(x, ready, p, launch, "forward"), *targets, lse, lse, lse)
+    launch(tensors, (*p.numbers(x.seed), *NO_OWN, 0))
     if parts > 1:
         rows = batch * heads * num_queries
         helper(
@@ -300,7 +302,7 @@ def _backward(
     launch(
         (*tensors_of(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
          dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends, lse2, lse2, lse2, lse2),
-        p.numbers(x.seed),
+        (*p.numbers(x.seed), *NO_OWN),
     )  # fmt: skip
     backward_keys(x, p, ready, rows, of_keys, add=not first)
 

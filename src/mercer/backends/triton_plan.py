@@ -469,10 +469,10 @@ def key_parts(slots: tuple[Slot, ...], wide: bool) -> tuple[int, ...]:
 def launch_of(
     p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
-    store: bool = False, own: int = 0,
+    store: bool = False, own: int = 0, places: tuple[int, ...] = (),
 ) -> Launch:  # fmt: skip
-    """The kernel of this kind for the plan."""
-    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store, own)
+    """The kernel of this kind for the plan; `places` tell apart what else Triton compiles for."""
+    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store, own, places)
     found = p.launches.get(key)
     if found is not None:
         return found

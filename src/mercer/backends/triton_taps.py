@@ -448,9 +448,9 @@ def backward(
     RK: tl.constexpr, SK: tl.constexpr, CK: tl.constexpr, LK: tl.constexpr,
     RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr, LV: tl.constexpr,
     P: tl.constexpr, RULE: tl.constexpr, NORMAL: tl.constexpr, HAS_FAR: tl.constexpr,
-    ALONE: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    ALONE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of QUERIES, keys, values and kernels from those that flash attention gave.
+    """Gradients of QUERIES, KEYS, values and kernels from those that flash attention gave.
 
     ALONE: a query's nearest key shows it itself only, so that no row needs another's pull. All is
     read before anything is stored: a store would hold up the loads after it.
@@ -461,9 +461,10 @@ def backward(
     ok = m < length
     e = tl.arange(0, D)
     row = bh.to(tl.int64) * length + m
-    k = _rows(K, kb, kh, kt, b, h, m, ok, e, width)
     v = _rows(V, vb, vh, vt, b, h, m, ok, e, width)
-    q, grad = k, v
+    k, q, grad = v, v, v
+    if KEYS:
+        k = _rows(K, kb, kh, kt, b, h, m, ok, e, width)
     share, pull = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
     if ALONE:
         q = _rows(Q, qb, qh, qt, b, h, m, ok, e, width)
@@ -484,17 +485,19 @@ def backward(
                 dq += pull[:, None] * x
             else:
                 dq += (scale * _at(PULLS, row, ok & (m >= a), a, P, 0.0))[:, None] * x
-    dk, key_dots = _spread(
-        FAR_K, Q, PULLS, WK, k, q, pull, fkb, fkh, fkt, qb, qh, qt, b, h, m, ok, row, e, length,
-        width, key_heads, scale, RK, SK, CK, LK, P, RULE, NORMAL, HAS_FAR, ALONE, D, BM,
-    )  # fmt: skip
+    if KEYS:
+        dk, key_dots = _spread(
+            FAR_K, Q, PULLS, WK, k, q, pull, fkb, fkh, fkt, qb, qh, qt, b, h, m, ok, row, e, length,
+            width, key_heads, scale, RK, SK, CK, LK, P, RULE, NORMAL, HAS_FAR, ALONE, D, BM,
+        )  # fmt: skip
     dv, value_dots = _spread(
         FAR_V, GRAD, SHARES, WV, v, grad, share, fvb, fvh, fvt, gb, gh, gt, b, h, m, ok, row, e,
         length, width, value_heads, 1.0, RV, SV, CV, LV, P, RULE, NORMAL, HAS_FAR, ALONE, D, BM,
     )  # fmt: skip
     if QUERIES:
         _put(DQ, db, dh, dt, b, h, m, ok, e, width, dq)
-    _put(DK, db, dh, dt, b, h, m, ok, e, width, dk)
+    if KEYS:
+        _put(DK, db, dh, dt, b, h, m, ok, e, width, dk)
     _put(DV, db, dh, dt, b, h, m, ok, e, width, dv)
     if RK >= 0:
         _put_dots(DWK, key_dots, b, h, m, ok, length, heads, RK, SK, CK, LK, P, RULE, NORMAL)
