@@ -538,9 +538,24 @@ def test_sizes_that_do_not_fit_raise(build, message):
 def test_sinusoids_in_a_compiled_graph_are_one_operator():
     places = torch.arange(-3, 4)
     torch.library.opcheck(sinusoids.form_sinusoid, (places, 8, 1e4, torch.float32, True))
+    like = torch.zeros(1)
+    torch.library.opcheck(sinusoids.copy_sinusoids, (-2, 5, 8, 1e4, like, True))
 
     def double(places):
         return 2 * sinusoids.sinusoid(places, 8, 1e4, torch.float64)
 
     compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(places), double(places))
+
+
+def test_a_run_of_sinusoids_is_kept_and_copied_for_compilers():
+    like = torch.zeros(1, dtype=torch.float64)
+    kept = sinusoids.run_of_sinusoids(-2, 5, 8, 1e4, like)
+    want = sinusoids.sinusoid(torch.arange(-2, 5), 8, 1e4, torch.float64)
+    assert torch.equal(kept, want)
+    assert sinusoids.run_of_sinusoids(-2, 5, 8, 1e4, like) is kept
+    run = torch.compile(
+        lambda x: sinusoids.run_of_sinusoids(-2, 5, 8, 1e4, x).mul_(0.0), backend="aot_eager"
+    )
+    assert run(like).eq(0.0).all()
+    assert torch.equal(sinusoids.run_of_sinusoids(-2, 5, 8, 1e4, like), want)

@@ -11,7 +11,7 @@ import torch
 
 import mercer as mc
 from mercer import nn as mn
-from mercer.backends import fused_taps, plain_taps, taps_launch
+from mercer.backends import fused_taps, own_key, plain_taps, taps_launch
 from mercer.backends.plain_taps import Call
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.taps import BOUNDARIES, sum_by_id
@@ -99,6 +99,40 @@ def compare(given, what="", **options):
         eps = torch.finfo(DTYPE).eps
         budget = 2 * plain + eps * (2 * x.norm().item() + 4 * x.numel() ** 0.5)
         assert error <= budget, f"{what} {name}: off by {error:.1e}, above {budget:.1e}"
+
+
+@needs_triton
+@pytest.mark.parametrize("longest", [40, 39], ids=["our own kernels", "flash attention"])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_short_sequences_have_two_ways(boundary, target, longest, monkeypatch):
+    monkeypatch.setattr(own_key, "LONGEST", longest)
+    calls, run = [], own_key.forward
+    monkeypatch.setattr(own_key, "forward", lambda *given: (calls.append(given), run(*given))[1])
+    compare(draw(40, 3, target), boundary=boundary, normalize=0.4)
+    # By "left" no key is cut; on CUDA the two ways need a copy engine.
+    copies = not CUDA or torch.cuda.get_device_capability()[0] >= 9
+    assert bool(calls) == (longest == 40 and boundary != "left" and copies)
+
+
+@needs_triton
+def test_own_keys_are_read_where_they_lie(monkeypatch):
+    """Token by token in memory, and from places that are no multiples of 16 bytes."""
+    given = draw(40, 3, "values", dim=16, values=16)
+    want = solve(given, boundary="shrink", normalize=0.4)
+    for offset in (0, 1):
+        moved = dict(given)
+        for name in "qkv":
+            x = given[name].transpose(1, 2)
+            room = x.new_empty(x.numel() + offset)
+            moved[name] = room[offset:].view(x.shape).copy_(x).transpose(1, 2)
+        generator = torch.Generator().manual_seed(5)
+        moved = {n: x.requires_grad_() for n, x in moved.items()}
+        out = mc.vicinity(**moved, boundary="shrink", normalize=0.4)
+        steer = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+        grads = torch.autograd.grad(out, list(moved.values()), steer)
+        for name, x in zip(("out", *moved), (out, *grads), strict=True):
+            torch.testing.assert_close(x, want[name], msg=f"{name}, {offset} on")
 
 
 @pytest.mark.parametrize("normalize", TEMPERATURES.values(), ids=TEMPERATURES)

@@ -607,6 +607,8 @@ def forward(
         x, y = _own_block(
             OWN_K, OWN_V, okb, okh, okt, ovb, ovh, ovt, b, h, n, num_queries, e0, dv, E0, V
         )
+        # Before the product that holds queries: after it, its operands would keep their memory.
+        own = tl.sum(q0.to(tl.float32) * x, 1)
     if HELD & 1:
         q0 = _held(q0, E0, PRECISION)
     none = tl.zeros((BM,), tl.float32)
@@ -641,7 +643,7 @@ def forward(
     if OWN > 0:
         # It goes first: what would be zeros then is what it gives.
         acc = y
-        peak += tl.sum(q0.to(tl.float32) * x, 1) * (scale0 * LOG2E)
+        peak += own * (scale0 * LOG2E)
         peak = tl.where(tl.abs(peak) < float("inf"), peak, float("nan"))
         mass += 1.0
     elif FORM < POLY:
