@@ -167,21 +167,17 @@ def backward(
     passes, cut, length, far = _passes(q.device), call.cut, q.shape[2], None
     if grad.stride() != out.stride():
         grad = torch.empty_like(out).copy_(grad)
-    raw = kept.raw(k, v)
+    raw, more = kept.raw(k, v), {}
     if (seen := kept.seen(*raw, call)) is not None and lse is not None:
         far, near, finished = own_key.backward(grad, q, seen, out, lse, call, keys is None)
-        dq, dk, dv, *dkernels = taps_launch.backward(
-            q, *raw, keys, values, grad, out, lse, scores, far, call, near, finished=finished
-        )
-        dtaps = passes.kernels_backward(dkernels, (keys, values), (key_taps, value_taps), call)
-        return dq, dk, dv, *dtaps
-    if kt is not None and vt is not None and far_lse is not None:
+        more = {"near": near, "finished": finished}
+    elif kt is not None and vt is not None and far_lse is not None:
         far = flash_backward(
             grad[:, :, cut:], q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut],
             out[:, :, cut:], far_lse, rest, call,
         )  # fmt: skip
     dq, dk, dv, *dkernels = passes.backward(
-        q, *raw, keys, values, grad, out, lse, scores, far, call
+        q, *raw, keys, values, grad, out, lse, scores, far, call, **more
     )
     dtaps = passes.kernels_backward(dkernels, (keys, values), (key_taps, value_taps), call)
     return dq, dk, dv, *dtaps

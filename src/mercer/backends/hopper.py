@@ -100,8 +100,8 @@ def keys(
     not see like that; its share is added.
     """
     c, banded = p.constants, dband is not None
-    tensors = _tensors(x, p, ready, rows, of_keys, x.v if dband is None else _of(dband, GROUP))
-    tensors = (*tensors[:-1], rows[1] if pulls is None else pulls)
+    pairs = x.v if dband is None else _of(dband, GROUP)
+    tensors = _tensors(x, p, ready, rows, of_keys, pairs, pulls)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
         launch = _keys(p, part, store=banded, banded=banded, adds=pulls is not None)
         launch(tensors, (*p.numbers(x.seed), 0))
@@ -150,7 +150,7 @@ def _aligned(length: int) -> int:
 
 def _tensors(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], pairs: Any,
+    of_keys: tuple[Any, ...], pairs: Any, pulls: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _ = rows
     dk, dv, dcol, ds = of_keys
@@ -160,7 +160,8 @@ def _tensors(
     return (
         _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
-        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], ds[0], lse2,
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], ds[0],
+        lse2 if pulls is None else pulls,
     )  # fmt: skip
 
 

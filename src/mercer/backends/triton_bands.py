@@ -4,7 +4,8 @@ A table has a number for every query and distance; a band has the same by query 
 2, so that the fused kernels read blocks of pairs as blocks of memory (`_band_start` says where a line
 begins). Here distances are `after` = j - i: they run as memory does, but each query's begin one place
 after those of the query before. So a program takes every eighth query: what it reads or writes then
-begins at multiples of 16 bytes in all lines. Sums over places are taken part by part, without atomics.
+begins at multiples of 16 bytes in all lines. (Or every sixteenth, for whole sectors of memory.) Sums
+over places are taken part by part, without atomics.
 """
 
 import triton
@@ -247,8 +248,8 @@ def band_to_queries(
                 pull = _stored(DBAND, line, n, i, turn * BR, num_queries, width, BR)
                 k = _rows(K + b * skb + (h // group) * skh, skt, j, wide, KEYS, num_keys, True)
                 dq = tl.dot(pull, k, dq, input_precision=PRECISION)
-                place_of = ((i + start) // EVERY * EVERY)[:, None]
-                grad = _stored(DBAND, line, n, i, place_of, num_queries, width, BR)
+                key = ((i + start) // EVERY * EVERY)[:, None]
+                grad = _stored(DBAND, line, n, i, key, num_queries, width, BR)
             else:
                 grad = _pulled(
                     DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
@@ -314,8 +315,8 @@ def band_to_rows(
             line = (b * num_heads + h) * num_queries
             n = _places(block, residue, BM, EVERY)
             if STORED:
-                place_of = ((n + place + start) // EVERY * EVERY)[:, None]
-                grad = _stored(DBAND, line, n, n + place, place_of, num_queries, width, BR)
+                key = ((n + place + start) // EVERY * EVERY)[:, None]
+                grad = _stored(DBAND, line, n, n + place, key, num_queries, width, BR)
             else:
                 grad = _pulled(
                     DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED,
