@@ -366,7 +366,7 @@ def by_tokens(x: Tensor) -> bool:
 
 def copies(x: Tensor) -> bool:
     """Whether the copy engine can read x: on Hopper and later, in multiples of 16 bytes."""
-    if not (INTERPRETED or _hopper(x.device)) or x.data_ptr() % 16 or x.dim() != 4:
+    if not (INTERPRETED or copying(x.device)) or x.data_ptr() % 16 or x.dim() != 4:
         return False
     size = x.dtype.itemsize
     strides = zip(x.stride()[:3], x.shape[:3], strict=True)
@@ -374,7 +374,8 @@ def copies(x: Tensor) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _hopper(device: torch.device) -> bool:
+def copying(device: torch.device) -> bool:
+    """Whether a GPU has a copy engine: Hopper and later."""
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
