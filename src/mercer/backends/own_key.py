@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import hopper
 from .plain_taps import Call
-from .triton_launch import backward_keys, prepare, tensors_of
+from .triton_launch import Own, backward_of, forward_of, prepare
 from .triton_plan import (
     INTERPRETED,
     Bias,
@@ -28,7 +28,6 @@ from .triton_plan import (
     copies,
     copying,
     empty,
-    launch_of,
     plan,
 )
 
@@ -55,14 +54,7 @@ def takes(q: Tensor, v: Tensor, call: Call) -> bool:
 
 def forward(q: Tensor, seen: Seen, bad: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, log_mass); `bad` says of blocks of places where the first is that is not finite."""
-    x, p, ready = _planned(q, seen, call)
-    static, v = p.static, seen.v
-    out = empty(v, *static.shape, v.shape[-1], static.tokens)
-    lse = v.new_empty(static.shape, dtype=torch.float32)
-    blocks = bad.shape[1]
-    launch = launch_of(p, "forward", own=1 << (blocks - 1).bit_length(), places=_places(seen))
-    tensors = (*tensors_of(x, ready, p, launch, "forward"), out, ready.col0, lse)
-    launch((*tensors, seen.own_k, seen.own_v, bad), (*p.numbers(None), *_strides(seen), blocks))
+    out, _, lse = forward_of(*_planned(q, seen, call), own=Own(seen.own_k, seen.own_v, (bad,)))
     return out, lse
 
 
@@ -76,27 +68,17 @@ def backward(
     """
     x, p, ready = _planned(q, seen, call)
     static, none = p.static, ready.col0
-    batch, heads, length = static.shape
-    tokens = static.tokens
-    grad, out = aligned_copy(grad, tokens), aligned_copy(out, tokens)
+    grad, out = (aligned_copy(y, static.tokens) for y in (grad, out))
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    shares, pulls = (lse.new_empty(*static.shape, 1) for _ in range(2))
-    dq = empty(q, batch, heads, length, q.shape[-1], tokens)
-    dk = empty(q, batch, heads, length, q.shape[-1], tokens)
-    dv = empty(q, batch, heads, length, seen.v.shape[-1], tokens)
-    rows = (grad, lse2, delta, lse)
-    launch = launch_of(p, "queries", own=1, places=_places(seen))
-    made = (out, none, lse, dq, dq, none, none, none, none, delta, delta)
-    tensors = (*tensors_of(x, ready, p, launch, "queries"), *rows, *made)
-    own = (seen.own_k, seen.own_v, shares, pulls)
-    launch((*tensors, *own), (*p.numbers(None), *_strides(seen)))
-    of_keys = ([dk], dv, [none], [none])
+    near = (lse.new_empty(*static.shape, 1), lse.new_empty(*static.shape, 1))
+    dq, dk, dv = (empty(y, *static.shape, y.shape[-1], static.tokens) for y in (q, seen.k, seen.v))
     finished = same and hopper.takes(p, grad)
-    if finished:
-        hopper.keys(x, p, ready, rows, of_keys, pulls=pulls)
-    else:
-        backward_keys(x, p, ready, rows, of_keys)
-    return (dq, dk, dv), (shares, pulls), finished
+    backward_of(
+        x, p, ready, (grad, lse2, delta, lse), ([dk], dv, [none], [none]),
+        ([dq], [none], [none], delta, delta), (out, none, lse),
+        own=Own(seen.own_k, seen.own_v, near), adds=finished,
+    )  # fmt: skip
+    return (dq, dk, dv), near, finished
 
 
 def _planned(q: Tensor, seen: Seen, call: Call) -> tuple[Inputs, Plan, Numbers]:
@@ -112,12 +94,3 @@ def _planned(q: Tensor, seen: Seen, call: Call) -> tuple[Inputs, Plan, Numbers]:
     x = Inputs([q], [seen.k], seen.v, [none], [none], [none], Bias(), None, None, None)
     ready = prepare(x, static, none)
     return x, plan(x, static, ready), ready
-
-
-def _strides(seen: Seen) -> tuple[int, ...]:
-    return *seen.own_k.stride()[:3], *seen.own_v.stride()[:3]
-
-
-def _places(seen: Seen) -> tuple[int, ...]:
-    """Where own keys and values begin, and how far apart they are."""
-    return seen.own_k.data_ptr() % 16, seen.own_v.data_ptr() % 16, *_strides(seen)

@@ -6,7 +6,7 @@ A call forms the numbers per key and per query, looks up its `Plan`, and starts 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +43,31 @@ LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
 # pass over the keys for each slot.
 ROOM = 512
-# The strides of keys and values that a query has for itself: none.
-NO_OWN = (0,) * 6
+
+
+class Own(NamedTuple):
+    """A key and a value that each query has for itself, beside those that others see, too."""
+
+    k: Tensor
+    v: Tensor
+    # In the forward: of blocks of places, the first that is not finite. In the backward: room for the
+    # weight of each such key, and for the gradient of its score.
+    also: tuple[Tensor, ...]
+
+
+Places = tuple[int, ...]
+
+
+def _own(own: Own | None, blank: Tensor, count: int) -> tuple[tuple[Tensor, ...], Places, Places]:
+    """As the kernels take it: tensors, their strides, and what else Triton compiles for.
+
+    Where there is none, so many blanks, which nobody reads.
+    """
+    if own is None:
+        return (blank,) * count, (0,) * 6, ()
+    strides = (*own.k.stride()[:3], *own.v.stride()[:3])
+    starts = (own.k.data_ptr() % 16, own.v.data_ptr() % 16)
+    return (own.k, own.v, *own.also), strides, (*starts, *strides)
 
 
 def prepare(x: Inputs, static: Static, band: Tensor, inside: bool = False) -> Numbers:
@@ -114,7 +137,7 @@ def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
     return out
 
 
-def tensors_of(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
+def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
     """What all kernels take first; blocks that a loop reads are described for the copy engine."""
     k1 = ready.columns if p.spread else x.k[-1]
     tensors: list[Any] = [
@@ -147,9 +170,9 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     ready = prepare(x, static, bands.form(x.bias, static, v), inside)
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
-    out, low, lse = _forward(x, p, ready, parts, inside, keeps)
+    out, low, lse = forward_of(x, p, ready, parts, inside, keeps)
     for other in others:
-        far = _forward(x, other, ready, 1, False, keeps)
+        far = forward_of(x, other, ready, keeps=keeps)
         band = ready.band
         helper(
             "merge_far", (-(-num_queries // 64), batch * heads, 1),
@@ -165,21 +188,27 @@ def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
     return [plan(x, part, ready) for part in cut_at_reach(static, x.v.shape[2])]
 
 
-def _forward(
-    x: Inputs, p: Plan, ready: Numbers, parts: int, inside: bool, keeps: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward_of(
+    x: Inputs, p: Plan, ready: Numbers, parts: int = 1, inside: bool = False, keeps: bool = False,
+    own: Own | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, what rounding took from it, log_mass) of one plan."""
     static, v = p.static, x.v
     batch, heads, num_queries = static.shape
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = torch.empty_like(out) if keeps else lse.new_empty(0)
-    launch = launch_of(p, "forward", parts=parts, inside=inside, low=low.numel() > 0)
+    given, strides, places = _own(own, lse, 3)
+    blocks = 0 if own is None else own.also[0].shape[1]
+    launch = launch_of(
+        p, "forward", parts=parts, inside=inside, low=low.numel() > 0, own=blocks and room(blocks),
+        places=places,
+    )  # fmt: skip
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    tensors = (*tensors_of(x, ready, p, launch, "forward"), *targets, lse, lse, lse)
-    launch(tensors, (*p.numbers(x.seed), *NO_OWN, 0))
+    tensors = (*_tensors(x, ready, p, launch, "forward"), *targets, *given)
+    launch(tensors, (*p.numbers(x.seed), *strides, blocks))
     if parts > 1:
         rows = batch * heads * num_queries
         helper(
@@ -257,14 +286,14 @@ def backward(
     if stored:
         hopper.all_passes(x, p, ready, rows, of_keys, within, given_lse)
     elif banded:
-        backward_keys(x, p, ready, rows, of_keys, dband[0])
+        _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
     else:
-        _backward(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
+        backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
         # The table's end is a shift of log_mass.
         rows = (grad_out, lse2 - band[..., 0], delta, grad_lse)
-        _backward(x, p, ready, rows, of_keys, within)
+        backward_of(x, p, ready, rows, of_keys, within)
     dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [
         _reduced(y, to) if slot.keys or not n else _zeros(to)
@@ -282,41 +311,48 @@ def backward(
     return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *of_bias]
 
 
-def _backward(
+def backward_of(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
     of_keys: tuple[Any, ...], of_queries: tuple[Any, ...],
     made: tuple[Tensor, Tensor, Tensor] | None = None, *, lse: bool = False, cut: bool = False,
+    own: Own | None = None, adds: bool = False,
 ) -> None:  # fmt: skip
     """Both passes of one plan; `rows` are dO, log_mass to the base 2, delta and dlog_mass.
 
     With `made`, what the forward gave, the second and third are formed; without, this adds its share
-    to the gradients of a plan before.
+    to the gradients of a plan before. `adds`: own keys are those that others see, and so is their
+    gradient, which only hopper.py can add.
     """
     grad_out, lse2, _, _ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
-    launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low)
+    given, strides, places = _own(own, lse2, 4)
+    launch = launch_of(
+        p, "queries", add=not first, cut=cut, lse=lse, low=low, own=own is not None, places=places
+    )
     c = launch.constants
     if c["TILED"]:
         dband = describe(dband, c["BM"], c["BN"])
     launch(
-        (*tensors_of(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
-         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends, lse2, lse2, lse2, lse2),
-        (*p.numbers(x.seed), *NO_OWN),
+        (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
+         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends, *given),
+        (*p.numbers(x.seed), *strides),
     )  # fmt: skip
-    backward_keys(x, p, ready, rows, of_keys, add=not first)
+    pulls = own.also[1] if own is not None and adds else None
+    _backward_keys(x, p, ready, rows, of_keys, add=not first, pulls=pulls)
 
 
-def backward_keys(
+def _backward_keys(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
     of_keys: tuple[Any, ...], dband: Tensor | None = None, *, add: bool = False,
+    pulls: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The pass over keys; with room for them, it stores the gradients of all pairs."""
     grad_out, lse2, delta, _ = rows
     slots, numbers = p.static.slots, p.numbers(x.seed)
     dk, dv, dcol, ds = of_keys
     if not add and hopper.takes(p, grad_out, dband is not None):
-        return hopper.keys(x, p, ready, rows, of_keys, dband)
+        return hopper.keys(x, p, ready, rows, of_keys, dband, pulls)
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
         launch = launch_of(
@@ -324,7 +360,7 @@ def backward_keys(
         )
         c = launch.constants
         launch(
-            (*tensors_of(x, ready, p, launch, "keys"),
+            (*_tensors(x, ready, p, launch, "keys"),
              describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
              lse2, delta, delta if dband is None else describe(dband, c["BM"], c["BN"]),
              dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
