@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends import hopper, triton_plan
+from mercer.backends import hopper, tapes, triton_plan
 from mercer.backends.triton import INSTALLED
 from mercer.testing import Shape
 from mercer.testing.cases import Case
@@ -99,6 +99,20 @@ def test_heads_take_turns_where_pairs_are_many(name, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(hopper, "PAIRS", 3 * 384 * 384)
     monkeypatch.setattr(hopper, "LEAST", 0)
+    in_turn, *_ = run(name, torch.bfloat16, monkeypatch)
+    assert all(torch.equal(got[name], in_turn[name]) for name in got)
+
+
+@pytest.mark.parametrize("rounds", [0, 1000], ids=["head-by-head", "longest-first"])
+@pytest.mark.parametrize("name", CASES)
+def test_programs_go_on_with_other_keys(name, rounds, monkeypatch):
+    """Three programs for all blocks give what a program for each gives."""
+    got, *_ = run(name, torch.bfloat16, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(triton_plan, "_plans", {})
+    monkeypatch.setattr(tapes, "_tapes", {})
+    monkeypatch.setattr(hopper, "processors", lambda device: 3)
+    monkeypatch.setattr(hopper, "ROUNDS", rounds)
     in_turn, *_ = run(name, torch.bfloat16, monkeypatch)
     assert all(torch.equal(got[name], in_turn[name]) for name in got)
 

@@ -167,6 +167,28 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(which, filter):
     assert torch.equal(out.isnan().all(-1), want)
 
 
+@pytest.mark.parametrize("filter", ["causal", "window", "padding"])
+@pytest.mark.parametrize("name", ["rbf", "adaptive"])
+def test_queries_that_are_far_from_all_keys(name, filter):
+    """The forward counts from a key at no distance, beside which all their weights vanish."""
+    torch.manual_seed(0)
+    kernel, shown = KERNELS[name]().to(DEVICE), FILTERS[filter]()
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    given = [torch.randn(2, HEADS, 11, DIM, device=DEVICE).to(dtype) for _ in range(3)]
+    given[0][:, :, 4:6] += 10
+    given[0][:, 0, 7] -= 40
+    wide = [x.double().requires_grad_() for x in given]
+    given = [x.requires_grad_() for x in given]
+    ways = set()
+    with triton_plan.heard(lambda launch, *_: ways.add(launch.constants.get("FAST"))):
+        out = mc.smooth(kernel, *given, filter=shown, backend="triton")
+    assert 2 in ways
+    want = mc.smooth(kernel.double(), *wide, filter=shown, backend="reference")
+    grads = (torch.autograd.grad(y.square().sum(), x) for y, x in ((out, given), (want, wide)))
+    for x, y in zip((out, *next(grads)), (want, *next(grads)), strict=True):
+        assert (x - y).norm() < (1e-5 if INTERPRETED else 0.02) * y.norm()
+
+
 def test_it_compiles_as_one_graph():
     kernel = mc.RBF(4.0, heads=2).to(DEVICE)
     q, k, v = inputs(kernel, Shape(queries=64, keys=64), 16, torch.float32, device=DEVICE)

@@ -102,7 +102,7 @@ class Kept(NamedTuple):
     """What the forward gives, all of it for the backward; None where there is no such thing."""
 
     out: Tensor
-    kt: Tensor | None  # keys and values as flash attention saw them, [B, H, T, D]
+    kt: Tensor | None  # keys and values as attention saw them, [B, H, T, D], if not as they came
     vt: Tensor | None
     keys: Tensor | None  # the kernels, [B, T, H or 1, 1 + P, S]
     values: Tensor | None
@@ -115,11 +115,11 @@ class Kept(NamedTuple):
 
     def seen(self, k: Tensor, v: Tensor, call: Call) -> own_key.Seen | None:
         """What own_key.py read, if it was asked; k and v are as they came."""
-        if self.kt is None or self.vt is None or self.far_lse is not None:
+        if self.vt is None or self.far_lse is not None:
             return None
-        own_k = self.kt if self.keys is None else k if self.own_k is None else self.own_k
+        own_k = None if self.keys is None else k if self.own_k is None else self.own_k
         own_v = self.vt if self.values is None else v if self.own_v is None else self.own_v
-        return own_key.Seen(self.kt, self.vt, own_k, own_v)
+        return own_key.Seen(k if self.kt is None else self.kt, self.vt, own_k, own_v)
 
     def raw(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as they came; a copy that no kernel made serves as well."""
@@ -141,12 +141,15 @@ def forward(
         out, near = passes.merge(q, k, v, keys, values, None, None, None, call)
         return Kept(out, None, None, keys, values, near.lse, None, near.scores), ()
     if passes is taps_launch and own_key.takes(q, v, call):
-        *found, bad = taps_launch.convolve_with_own(k, v, keys, values, call)
-        seen = own_key.Seen(*found)
+        kt, vt, own_k, own_v, bad = taps_launch.convolve_with_own(k, v, keys, values, call)
+        seen = own_key.Seen(kt, vt, None if keys is None else own_k, own_v)
         out, lse = own_key.forward(q, seen, bad, call)
-        own_k = None if keys is None or call.lone else seen.own_k
-        own_v = None if values is None or call.lone else seen.own_v
-        return Kept(out, seen.k, seen.v, keys, values, lse, None, None, own_k, own_v), ()
+        given = (
+            None if kernel is None or call.lone else x
+            for kernel, x in ((keys, own_k), (values, own_v))
+        )
+        made = None if keys is None else kt
+        return Kept(out, made, vt, keys, values, lse, None, None, *given), ()
     kt, vt, bad = passes.convolve(k, v, keys, values, call)
     far, far_lse, rest = flash(
         q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut], call, chosen
@@ -169,8 +172,8 @@ def backward(
         grad = torch.empty_like(out).copy_(grad)
     raw, more = kept.raw(k, v), {}
     if (seen := kept.seen(*raw, call)) is not None and lse is not None:
-        far, near, finished = own_key.backward(grad, q, seen, out, lse, call, keys is None)
-        more = {"near": near, "finished": finished}
+        far, near = own_key.backward(grad, q, seen, out, lse, call)
+        more = {"near": near, "finished": keys is None}
     elif kt is not None and vt is not None and far_lse is not None:
         far = flash_backward(
             grad[:, :, cut:], q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut],
@@ -288,7 +291,8 @@ def _(
     shapes = (s if there else (0,) for s, there in zip(near, given, strict=True))
     return [
         _empty(q, tokens),
-        *(x.new_empty(x.shape if far else (0,)) for x in (k, v)),
+        k.new_empty(k.shape if far and not (own and key_taps is None) else (0,)),
+        v.new_empty(v.shape if far else (0,)),
         *(q.new_empty(s, dtype=wide) for s in (*kernels, *shapes)),
         *(
             x.new_empty(x.shape if own and taps is not None and not call.lone else (0,))
@@ -363,8 +367,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, k, v, key_taps, value_taps, *ctx.options = inputs
     ctx.taps = key_taps is not None, value_taps is not None
     if q.shape[2] > ctx.options[2]:
-        # Copies that no kernel made serve as well as what came.
-        k, v = (x if t else y for x, t, y in zip((k, v), ctx.taps, output[1:3], strict=True))
+        # Copies that no kernel made serve as well as what came, where there are any.
+        k, v = (
+            x if t or y.dim() == 1 else y
+            for x, t, y in zip((k, v), ctx.taps, output[1:3], strict=True)
+        )
     ctx.save_for_backward(q, k, v, key_taps, value_taps, *output)
     ctx.set_materialize_grads(False)
 

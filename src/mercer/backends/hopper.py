@@ -37,6 +37,9 @@ WIDE, PAIRS = 256, 2**30
 # At least so many programs of a share of the heads for each processor: with 4 it was 2 % faster
 # than not to store, with 8 10 %.
 LEAST = 3
+# With so many blocks of keys for each processor, programs may take them head by head: the last ones
+# are a small part then. With fewer, the longest come first.
+ROUNDS = 16
 # How the kernels that read it are cut: (queries, keys, warps, stages).
 TO_QUERIES, TO_KEYS = (128, 64, 8, 4), (64, 128, 8, 4)
 
@@ -92,19 +95,19 @@ def _share(p: Plan) -> int:
 
 def keys(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], dband: Tensor | None = None, pulls: Tensor | None = None,
+    of_keys: tuple[Any, ...], dband: Tensor | None = None, own_v: Tensor | None = None,
+    other: int = 0,
 ) -> None:  # fmt: skip
     """The pass over keys; `rows` are dO, log_mass to the base 2, delta and dlog_mass.
 
-    `pulls`: the gradient of the score of a key and the query at its place, which other queries do
-    not see like that; its share is added.
+    `other`: the query at a key's place has a value for itself (1), and a key, too (2).
     """
     c, banded = p.constants, dband is not None
     pairs = x.v if dband is None else _of(dband, GROUP)
-    tensors = _tensors(x, p, ready, rows, of_keys, pairs, pulls)
+    tensors = _tensors(x, p, ready, rows, of_keys, pairs, own_v)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
-        launch = _keys(p, part, store=banded, banded=banded, adds=pulls is not None)
-        launch(tensors, (*p.numbers(x.seed), 0))
+        launch = _keys(p, part, store=banded, banded=banded, other=other)
+        launch(tensors, (*p.numbers(x.seed), *_blocks(p), 0))
 
 
 def all_passes(
@@ -134,7 +137,8 @@ def all_passes(
     for offset in range(0, batch * heads, count):
         own = min(count, batch * heads - offset)
         numbers = (*p.numbers(x.seed), offset)
-        _keys(p, 1 if two else 0, own, store=True)(tensors, numbers)
+        launch = _keys(p, 1 if two else 0, own, store=True)
+        launch(tensors, (*p.numbers(x.seed), *_blocks(p, own), offset))
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
@@ -150,7 +154,7 @@ def _aligned(length: int) -> int:
 
 def _tensors(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], pairs: Any, pulls: Tensor | None = None,
+    of_keys: tuple[Any, ...], pairs: Any, own_v: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _ = rows
     dk, dv, dcol, ds = of_keys
@@ -160,16 +164,16 @@ def _tensors(
     return (
         _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
-        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], ds[0],
-        lse2 if pulls is None else pulls,
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], x.v if own_v is None else _of(own_v),
+        ds[0],
     )  # fmt: skip
 
 
 def _keys(
     p: Plan, part: int, heads: int = 0, *, store: bool = False, banded: bool = False,
-    adds: bool = False,
+    other: int = 0,
 ) -> Launch:  # fmt: skip
-    key = ("groups", part, heads, store, banded, adds)
+    key = ("groups", part, heads, store, banded, other)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -179,17 +183,32 @@ def _keys(
     names = ("E0", "E1", "V", "MODE0", "LOG0", "HAS_COL0", "FILTER", "SIMPLE")
     # Bytes of a row of all features; a block has three numbers beside each.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
-    left = shared_memory(p.device) - 2 * GROUP * (row + 2 * GROUP * store) - 2048
-    left -= 4 * GROUP * c["E0"] * adds
+    left = shared_memory(p.device) - 4 * GROUP * GROUP * store - 2048
+    step = GROUP * (row + 4 * GROUP * banded + 12)
+    kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
+    blocks, parts = _blocks(p, heads)
+    order = _order(blocks, parts, processors(p.device))
+    # Where there is room, the next keys come while these are at work.
+    buffers = 2 if order and (left - 2 * kept) // step >= 3 else 1
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
-        "STAGES": min(3, left // (GROUP * (row + 4 * GROUP * banded + 12))), "STORE": store,
-        "BANDED": banded, "ADDS": adds,
+        "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
+        "BANDED": banded, "OTHER": other, "ORDER": order,
     }  # fmt: skip
-    batch, all_heads, _ = p.static.shape
-    grid = (-(-p.num_keys // (2 * GROUP)), heads or batch * all_heads, 1)
+    grid = (min(blocks * parts, processors(p.device)), 1, 1) if order else (blocks, parts, 1)
     found = p.launches[key] = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})
     return found
+
+
+def _blocks(p: Plan, heads: int = 0) -> tuple[int, int]:
+    """Blocks of keys, and heads, of which some may come at a time."""
+    batch, all_heads, _ = p.static.shape
+    return -(-p.num_keys // (2 * GROUP)), heads or batch * all_heads
+
+
+def _order(blocks: int, parts: int, count: int) -> int:
+    """How programs go on with other keys, as ORDER has it."""
+    return 1 if blocks * parts < ROUNDS * count else 2
 
 
 def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import hopper
 from .plain_taps import Call
 from .triton_launch import Own, backward_of, forward_of, prepare
 from .triton_plan import (
@@ -36,11 +35,11 @@ LONGEST, WIDEST = 1024, 64
 
 
 class Seen(NamedTuple):
-    """What attention reads beside queries."""
+    """What attention reads beside queries; no own keys where a query sees those of the others."""
 
     k: Tensor
     v: Tensor
-    own_k: Tensor
+    own_k: Tensor | None
     own_v: Tensor
 
 
@@ -54,17 +53,18 @@ def takes(q: Tensor, v: Tensor, call: Call) -> bool:
 
 def forward(q: Tensor, seen: Seen, bad: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, log_mass); `bad` says of blocks of places where the first is that is not finite."""
-    out, _, lse = forward_of(*_planned(q, seen, call), own=Own(seen.own_k, seen.own_v, (bad,)))
+    x, p, ready = _planned(q, seen, call)
+    out, _, lse = forward_of(x, p, ready, own=_own(seen, (bad,)))
     return out, lse
 
 
 def backward(
-    grad: Tensor, q: Tensor, seen: Seen, out: Tensor, lse: Tensor, call: Call, same: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor], bool]:
+    grad: Tensor, q: Tensor, seen: Seen, out: Tensor, lse: Tensor, call: Call
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Gradients of queries, and of keys and values that others see; what the others' follow from.
 
-    The latter are the weight of each query's own key and the gradient of its score, [B, H, T, 1].
-    `same`: own keys are those that others see, so that one gradient may do; last: whether it did.
+    The latter are the weight of each query's own pair and the gradient of its score, [B, H, T, 1].
+    Without own keys, the gradient of keys is whole.
     """
     x, p, ready = _planned(q, seen, call)
     static, none = p.static, ready.col0
@@ -72,25 +72,32 @@ def backward(
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     near = (lse.new_empty(*static.shape, 1), lse.new_empty(*static.shape, 1))
     dq, dk, dv = (empty(y, *static.shape, y.shape[-1], static.tokens) for y in (q, seen.k, seen.v))
-    finished = same and hopper.takes(p, grad)
     backward_of(
         x, p, ready, (grad, lse2, delta, lse), ([dk], dv, [none], [none]),
-        ([dq], [none], [none], delta, delta), (out, none, lse),
-        own=Own(seen.own_k, seen.own_v, near), adds=finished,
+        ([dq], [none], [none], delta, delta), (out, none, lse), own=_own(seen, near),
     )  # fmt: skip
-    return (dq, dk, dv), near, finished
+    return (dq, dk, dv), near
 
 
 def _planned(q: Tensor, seen: Seen, call: Call) -> tuple[Inputs, Plan, Numbers]:
-    """Strictly earlier keys, as the fused kernels take them."""
-    q = q if q.stride(-1) == 1 and copies(q) else aligned_copy(q)
+    """Causal attention, as the fused kernels take it."""
     none = seen.v.new_empty(0, dtype=torch.float32)
     slot = Slot(0, 0.0, 0, call.scale, norm=False, wants=False, saves=False)
-    earlier = ((1, -1, -1, -1, 0, 0, 0, 0, 0, 1),)
+    causal = ((1, -1, -1, -1, 0, 0, 0, 0, 0, 0),)
     static = Static(
-        (slot,), earlier, simple=True, dropout_p=0.0, trains=True, first=0, tokens=by_tokens(q),
+        (slot,), causal, simple=True, dropout_p=0.0, trains=True, first=0, tokens=by_tokens(q),
         clip=-1, shape=(q.shape[0], q.shape[1], q.shape[2]),
     )  # fmt: skip
-    x = Inputs([q], [seen.k], seen.v, [none], [none], [none], Bias(), None, None, None)
+    q, k, v = (_read(y) for y in (q, seen.k, seen.v))
+    x = Inputs([q], [k], v, [none], [none], [none], Bias(), None, None, None)
     ready = prepare(x, static, none)
     return x, plan(x, static, ready), ready
+
+
+def _own(seen: Seen, also: tuple[Tensor, ...]) -> Own:
+    return Own(None if seen.own_k is None else _read(seen.own_k), _read(seen.own_v), also)
+
+
+def _read(x: Tensor) -> Tensor:
+    """x, or a copy that the copy engine may read, if there can be one."""
+    return x if x.stride(-1) == 1 and copies(x) else aligned_copy(x)

@@ -185,7 +185,10 @@ def convolve(
 def convolve_with_own(
     k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same, and between them keys and values as the query at their place sees them."""
+    """The same, and between them keys and values as the query at their place sees them.
+
+    Keys without kernels are as they came.
+    """
     return _convolve(k, v, keys, values, call, own=True)
 
 
@@ -193,7 +196,8 @@ def _convolve(
     k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call, *, own: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     k, v = _readable(k), _readable(v)
-    kt, vt = k.new_empty(k.shape), v.new_empty(v.shape)
+    kt = k if own and keys is None else k.new_empty(k.shape)
+    vt = v.new_empty(v.shape)
     own_k, own_v = kt, vt
     if own:
         # What has no kernels is the same for all.
@@ -208,7 +212,7 @@ def _convolve(
         )  # fmt: skip
         targets = _target(keys, call, "K") | _target(values, call, "V") | _rule(call)
         return grid, numbers, targets | {
-            "OWN": own and not call.lone, "D": room(k.shape[3]), "BM": rows
+            "OWN": own and not call.lone, "COPY": kt is not k, "D": room(k.shape[3]), "BM": rows
         }  # fmt: skip
 
     key = ("convolve", *_kind(k), v.stride(), _size(keys), _size(values), call, own)

@@ -415,6 +415,12 @@ def _power(x, DEGREE: tl.constexpr):
 
 
 @triton.jit
+def _finite(x):
+    """x without what is not finite: 0 times NaN is NaN."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
 def _numbers(col, start, num_keys, BN: tl.constexpr):
     """The numbers of BN keys from start on."""
     j = start + tl.arange(0, BN)
@@ -442,8 +448,8 @@ def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
 
 @triton.jit
 def _forward_span(
-    acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
-    band, tiles, begin, lengths, ids, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
+    acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
+    band, tiles, begin, lengths, ids, own, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
     num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
@@ -451,9 +457,14 @@ def _forward_span(
     BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, INSIDE: tl.constexpr, SPREAD: tl.constexpr,
-    TMA: tl.constexpr, TILED: tl.constexpr,
+    TMA: tl.constexpr, TILED: tl.constexpr, OWN: tl.constexpr, EDGES: tl.constexpr, STILL: tl.constexpr,
 ):  # fmt: skip
-    """The keys from start to stop: the running peak, mass and sums of values."""
+    """The keys from start to stop: the running peak, mass and sums of values.
+
+    OWN: `share` is the weight of the pair at the query's own place, whose value is not among them;
+    `own` is the score of its own key (2). EDGES: a mask is needed before sure_start and from sure_stop
+    on, and values are taken to be finite. STILL: the peak is one that no key exceeds.
+    """
     CHECK: tl.constexpr = MASK or not EVEN
     # The numbers per key are read one block ahead: nothing else hides the wait for them.
     c0, c1 = far, far
@@ -486,20 +497,37 @@ def _forward_span(
             seen = _visible(
                 i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
             )
-            # A value that is not finite must not meet a weight of zero: 0 times NaN is NaN.
-            finite = tl.abs(values) < float("inf")
-            bad = tl.max(tl.where(finite, 0, 1), 1) > 0
-            values = tl.where(finite, values, 0.0)
-            t = tl.where(bad[None, :], float("nan"), t)
+            if OWN > 0:
+                # What is not finite has been taken out of the others, and is told by BAD.
+                same = i[:, None] == j[None, :]
+                if OWN == 2:
+                    t = tl.where(same, own[:, None], t)
+            else:
+                # A value that is not finite must not meet a weight of zero: 0 times NaN is NaN.
+                finite = tl.abs(values) < float("inf")
+                bad = tl.max(tl.where(finite, 0, 1), 1) > 0
+                values = tl.where(finite, values, 0.0)
+                t = tl.where(bad[None, :], float("nan"), t)
+        if EDGES:
+            if (first_key < sure_start) | (first_key >= sure_stop):
+                shown = _visible(
+                    i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
+                )
+                t = tl.where(shown, t, float("-inf"))
         if FORM == PLAIN:
             # One dot product: the positive scale waits until the exponent, one operation.
             if MASK:
                 t = tl.where(seen, t, float("-inf"))
             rate = scale0 * LOG2E
-            higher = tl.maximum(peak, tl.max(t, 1) * rate + far)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(t * _down(rate, MODE0) - (base - far)[:, None])
-            shrink = tl.exp2(peak - base)
+            if STILL:
+                higher = peak
+                p = tl.exp2(t * _down(rate, MODE0) - peak[:, None])
+                shrink = tl.full((BM,), 1.0, tl.float32)
+            else:
+                higher = tl.maximum(peak, tl.max(t, 1) * rate + far)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                p = tl.exp2(t * _down(rate, MODE0) - (base - far)[:, None])
+                shrink = tl.exp2(peak - base)
         elif FORM == POLY:
             # The weight is s^p itself: no logarithm, and the row's scale is a power too.
             if MASK:
@@ -538,7 +566,7 @@ def _forward_span(
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 p = a * tl.exp2(e - (base - far)[:, None])
                 shrink = tl.exp2(peak - base)
-        if FORM == FLAT:
+        if FORM == FLAT or STILL:
             mass += tl.sum(p, 1)
         else:
             mass = mass * shrink + tl.sum(p, 1)
@@ -546,20 +574,12 @@ def _forward_span(
         if DROPOUT:
             kept = _kept(seed, bh, n[:, None], j[None, :], num_queries, num_keys, dropout)
             p = tl.where(kept, p, 0.0)
+        if MASK and OWN > 0:
+            share = share * shrink + tl.sum(tl.where(same, p, 0.0), 1)
+            p = tl.where(same, 0.0, p)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = higher
-    return acc, mass, peak
-
-
-@triton.jit
-def _own_block(
-    OWN_K, OWN_V, kb, kh, kt, vb, vh, vt, b, h, n, num_queries, e0, dv,
-    E0: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """The key and the value that each of these queries has for itself, in float32."""
-    x = _rows(OWN_K + b * kb + h * kh, kt, n, e0, E0, num_queries, True)
-    y = _rows(OWN_V + b * vb + h * vh, vt, n, dv, V, num_queries, True)
-    return x.to(tl.float32), y.to(tl.float32)
+    return acc, mass, peak, share
 
 
 @triton.jit
@@ -586,11 +606,13 @@ def forward(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
     INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
-    TOKENS: tl.constexpr, HELD: tl.constexpr, OWN: tl.constexpr,
+    TOKENS: tl.constexpr, HELD: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
 
-    OWN: each query has one more key for itself; BAD says in up to OWN blocks what is not finite.
+    OWN: each query has the value at its own place for itself (1), and the key as well (2); BAD says
+    in up to MOST blocks what is not finite.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -602,16 +624,16 @@ def forward(
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
-    if OWN > 0:
-        # Read beside the queries.
-        x, y = _own_block(
-            OWN_K, OWN_V, okb, okh, okt, ovb, ovh, ovt, b, h, n, num_queries, e0, dv, E0, V
-        )
-        # Before the product that holds queries: after it, its operands would keep their memory.
-        own = tl.sum(q0.to(tl.float32) * x, 1)
+    none = tl.zeros((BM,), tl.float32)
+    share, own, half = none, none, none
+    if FAST == 2:
+        half = 0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
+    if OWN == 2:
+        # Before queries are held, and lie in another way.
+        x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
+        own = tl.sum(q0.to(tl.float32) * x.to(tl.float32), 1)
     if HELD & 1:
         q0 = _held(q0, E0, PRECISION)
-    none = tl.zeros((BM,), tl.float32)
     scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
     q1, scale1, row1 = q0, scale0, none
@@ -640,13 +662,7 @@ def forward(
     acc = tl.zeros((BM, V), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
     peak = tl.zeros((BM,), tl.float32)
-    if OWN > 0:
-        # It goes first: what would be zeros then is what it gives.
-        acc = y
-        peak += own * (scale0 * LOG2E)
-        peak = tl.where(tl.abs(peak) < float("inf"), peak, float("nan"))
-        mass += 1.0
-    elif FORM < POLY:
+    if FORM < POLY:
         peak += float("-inf")
     low = block * BM + place
     high = tl.minimum(block * BM + BM, num_queries) - 1 + place
@@ -665,30 +681,56 @@ def forward(
     else:
         sure_start = stop
         sure_stop = stop
-    for span in tl.static_range(4):
-        # In turn: masked, beyond the table's reach, within it, masked.
-        near = sure_stop
-        if CLIP >= 0:
-            near = tl.maximum(tl.minimum((low - CLIP + 1) // BN * BN, sure_stop), sure_start)
-        if span == 0:
-            first_key, last_key = start, sure_start
-        elif span == 1:
-            first_key, last_key = sure_start, near
-        elif span == 2:
-            first_key, last_key = near, sure_stop
-        else:
-            first_key, last_key = sure_stop, stop
-        if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, CLIP):
-            acc, mass, peak = _forward_span(
-                acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
-                far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
-                i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
-                skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
-                LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
-                _of_keys(span, FILTER, CLIP, SIDED), FILTER,
-                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
-                DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED,
-            )  # fmt: skip
+    if FAST > 0:
+        # All keys in one loop, and no peak to look for where it is known; what that cannot do is rare.
+        if FAST == 2:
+            peak = half * (scale0 * LOG2E)
+        acc, mass, peak, share = _forward_span(
+            acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1,
+            none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
+            own, i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
+            skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
+            LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
+            NONE, FILTER, FORM, SAME, False, EVEN,
+            DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED, OWN, True, FAST == 2,
+        )  # fmt: skip
+        fine = tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1) > 0
+        if FAST == 2:
+            fine = fine & (mass > 1e-30)
+        whole = tl.min((fine | ~inside).to(tl.int32), 0) == 0
+        if whole:
+            acc = tl.zeros((BM, V), tl.float32)
+            mass = tl.zeros((BM,), tl.float32)
+            peak = tl.full((BM,), float("-inf"), tl.float32)
+            share = none
+    if FAST == 0 or whole:
+        for span in tl.static_range(4):
+            # In turn: masked, beyond the table's reach, within it, masked.
+            near = sure_stop
+            if CLIP >= 0:
+                near = tl.maximum(tl.minimum((low - CLIP + 1) // BN * BN, sure_stop), sure_start)
+            if span == 0:
+                first_key, last_key = start, sure_start
+            elif span == 1:
+                first_key, last_key = sure_start, near
+            elif span == 2:
+                first_key, last_key = near, sure_stop
+            else:
+                first_key, last_key = sure_stop, stop
+            if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, CLIP):
+                acc, mass, peak, share = _forward_span(
+                    acc, mass, peak, share, first_key, last_key, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
+                    far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
+                    own, i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
+                    skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
+                    LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
+                    _of_keys(span, FILTER, CLIP, SIDED), FILTER,
+                    _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
+                    DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED, OWN, False, False,
+                )  # fmt: skip
+    if OWN > 0:
+        y = _rows(OWN_V + b * ovb + h * ovh, ovt, n, dv, V, num_queries, True)
+        acc += share[:, None] * y.to(tl.float32)
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
     out = acc / safe[:, None]
@@ -698,7 +740,7 @@ def forward(
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
     if OWN > 0:
-        spoiled = _spoiled(BAD, bh, i, bad_blocks, OWN)
+        spoiled = empty | _spoiled(BAD, bh, i, bad_blocks, MOST)
         fine = (tl.abs(out) < float("inf")) & ~spoiled[:, None]
         out = tl.where(fine, out, float("nan"))
         lse = tl.where(spoiled, float("nan"), lse)

@@ -16,6 +16,7 @@ from . import bands, hopper
 from .triton_plan import (
     INTERPRETED,
     NO_LOG,
+    NO_OWN,
     Inputs,
     Launch,
     Log,
@@ -46,28 +47,32 @@ ROOM = 512
 
 
 class Own(NamedTuple):
-    """A key and a value that each query has for itself, beside those that others see, too."""
+    """The value, and perhaps the key, that a query has for itself in place of those at its place."""
 
-    k: Tensor
+    k: Tensor | None
     v: Tensor
     # In the forward: of blocks of places, the first that is not finite. In the backward: room for the
-    # weight of each such key, and for the gradient of its score.
+    # weight of each such pair, and for the gradient of its score.
     also: tuple[Tensor, ...]
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        k, v, *_ = self.tensors
+        return (*k.stride()[:3], *v.stride()[:3])
 
-Places = tuple[int, ...]
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Whether there are keys, too (2), and what else Triton compiles for."""
+        starts = (x.data_ptr() % 16 for x in (self.k, self.v) if x is not None)
+        return 1 if self.k is None else 2, *starts, *self.strides
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.v if self.k is None else self.k, self.v, *self.also
 
 
-def _own(own: Own | None, blank: Tensor, count: int) -> tuple[tuple[Tensor, ...], Places, Places]:
-    """As the kernels take it: tensors, their strides, and what else Triton compiles for.
-
-    Where there is none, so many blanks, which nobody reads.
-    """
-    if own is None:
-        return (blank,) * count, (0,) * 6, ()
-    strides = (*own.k.stride()[:3], *own.v.stride()[:3])
-    starts = (own.k.data_ptr() % 16, own.v.data_ptr() % 16)
-    return (own.k, own.v, *own.also), strides, (*starts, *strides)
+# Strides of what is not there.
+NO_STRIDES = (0,) * 6
 
 
 def prepare(x: Inputs, static: Static, band: Tensor, inside: bool = False) -> Numbers:
@@ -198,16 +203,17 @@ def forward_of(
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = torch.empty_like(out) if keeps else lse.new_empty(0)
-    given, strides, places = _own(own, lse, 3)
     blocks = 0 if own is None else own.also[0].shape[1]
     launch = launch_of(
-        p, "forward", parts=parts, inside=inside, low=low.numel() > 0, own=blocks and room(blocks),
-        places=places,
+        p, "forward", parts=parts, inside=inside, low=low.numel() > 0,
+        own=NO_OWN if own is None else (*own.kind, room(blocks)),
     )  # fmt: skip
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
+    given = (lse, lse, lse) if own is None else own.tensors
     tensors = (*_tensors(x, ready, p, launch, "forward"), *targets, *given)
+    strides = NO_STRIDES if own is None else own.strides
     launch(tensors, (*p.numbers(x.seed), *strides, blocks))
     if parts > 1:
         rows = batch * heads * num_queries
@@ -315,56 +321,56 @@ def backward_of(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
     of_keys: tuple[Any, ...], of_queries: tuple[Any, ...],
     made: tuple[Tensor, Tensor, Tensor] | None = None, *, lse: bool = False, cut: bool = False,
-    own: Own | None = None, adds: bool = False,
+    own: Own | None = None,
 ) -> None:  # fmt: skip
     """Both passes of one plan; `rows` are dO, log_mass to the base 2, delta and dlog_mass.
 
     With `made`, what the forward gave, the second and third are formed; without, this adds its share
-    to the gradients of a plan before. `adds`: own keys are those that others see, and so is their
-    gradient, which only hopper.py can add.
+    to the gradients of a plan before.
     """
     grad_out, lse2, _, _ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
-    given, strides, places = _own(own, lse2, 4)
-    launch = launch_of(
-        p, "queries", add=not first, cut=cut, lse=lse, low=low, own=own is not None, places=places
-    )
+    kind = NO_OWN if own is None else own.kind
+    launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low, own=kind)
+    given = (lse2,) * 4 if own is None else own.tensors
     c = launch.constants
     if c["TILED"]:
         dband = describe(dband, c["BM"], c["BN"])
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
          dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends, *given),
-        (*p.numbers(x.seed), *strides),
+        (*p.numbers(x.seed), *(NO_STRIDES if own is None else own.strides)),
     )  # fmt: skip
-    pulls = own.also[1] if own is not None and adds else None
-    _backward_keys(x, p, ready, rows, of_keys, add=not first, pulls=pulls)
+    _backward_keys(x, p, ready, rows, of_keys, add=not first, own=own)
 
 
 def _backward_keys(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
     of_keys: tuple[Any, ...], dband: Tensor | None = None, *, add: bool = False,
-    pulls: Tensor | None = None,
+    own: Own | None = None,
 ) -> None:  # fmt: skip
     """The pass over keys; with room for them, it stores the gradients of all pairs."""
     grad_out, lse2, delta, _ = rows
-    slots, numbers = p.static.slots, p.numbers(x.seed)
+    slots = p.static.slots
     dk, dv, dcol, ds = of_keys
+    kind = NO_OWN if own is None else own.kind
     if not add and hopper.takes(p, grad_out, dband is not None):
-        return hopper.keys(x, p, ready, rows, of_keys, dband, pulls)
+        value = None if own is None else own.v
+        return hopper.keys(x, p, ready, rows, of_keys, dband, value, kind[0])
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
         launch = launch_of(
-            p, "keys", grad_copies=copies(grad_out), part=part, add=add, store=dband is not None
-        )
+            p, "keys", grad_copies=copies(grad_out), part=part, add=add, store=dband is not None,
+            own=kind,
+        )  # fmt: skip
         c = launch.constants
         launch(
             (*_tensors(x, ready, p, launch, "keys"),
              describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
              lse2, delta, delta if dband is None else describe(dband, c["BM"], c["BN"]),
-             dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
-            numbers,
+             dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1], lse2 if own is None else own.v),
+            (*p.numbers(x.seed), *(NO_STRIDES if own is None else own.strides)[3:]),
         )  # fmt: skip
 
 

@@ -467,13 +467,17 @@ def key_parts(slots: tuple[Slot, ...], wide: bool) -> tuple[int, ...]:
     return (1, 2) if len(slots) == 2 and wide else (0,)
 
 
+# No query has anything for itself.
+NO_OWN = (0,)
+
+
 def launch_of(
     p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
-    store: bool = False, own: int = 0, places: tuple[int, ...] = (),
+    store: bool = False, own: tuple[int, ...] = NO_OWN,
 ) -> Launch:  # fmt: skip
-    """The kernel of this kind for the plan; `places` tell apart what else Triton compiles for."""
-    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store, own, places)
+    """The kernel of this kind for the plan; `own` is what queries have for themselves."""
+    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store, own)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -490,7 +494,7 @@ def launch_of(
     if kind == "forward":
         kernel: Any = triton_kernels.forward
         flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "INSIDE": inside, "SPREAD": spread}
-        flags["OWN"] = own
+        flags |= {"MOST": own[-1], "FAST": 0}
     else:
         kernel = triton_backward.backward_keys
         flags |= {
@@ -502,19 +506,24 @@ def launch_of(
             kernel = triton_backward.backward_queries
             flags["SPREAD"] = spread
             flags |= {"CUT": cut, "HAS_LSE": lse, "FIRST": not add}
-            flags |= {"HAS_LOW": low, "OWN": own > 0}
+            flags["HAS_LOW"] = low
         flags["ADD"] = add
     if kind == "keys":
         flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part, "STORE": store}
     else:
         flags["TMA"] = k0 and v and (k1 or not (two or spread))
     flags["TOKENS"] = p.static.tokens
+    flags["OWN"] = own[0]
     flags["TILED"] = p.static.clip >= 0 and band
     # What has more to do needs all the registers there are.
     lean = flags["TMA"] or p.constants["CLIP"] >= 0
     lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32
     lean = lean and (not two or p.constants["SAME"])
     flags["HELD"] = sizes.held if lean else 0
+    plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0 and not two and parts == 1
+    if kind == "forward" and plain and flags["TMA"] and not own[0] and (lean or INTERPRETED):
+        # No weight of a distance is above 1; float16 has too few numbers far below it.
+        flags["FAST"] = 2 if slots[0].norm and p.dtype != torch.float16 else 1
     constants = p.constants | flags
     # The copy engine fills up what lies beyond the width.
     constants["EVEN"] = constants["EVEN"] or flags["TMA"]

@@ -226,12 +226,13 @@ def convolve(
     kb, kh, kt, vb, vh, vt, heads, length, width, key_heads, value_heads,
     RK: tl.constexpr, SK: tl.constexpr, CK: tl.constexpr, LK: tl.constexpr,
     RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr, LV: tl.constexpr,
-    P: tl.constexpr, RULE: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    P: tl.constexpr, RULE: tl.constexpr, OWN: tl.constexpr, COPY: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """Keys and values, convolved by their whole kernels, contiguous [B, H, T, D], and finite.
 
     BAD is the first place of each block that is not: by itself, or as it was mixed. OWN: also as the
-    query at the same place sees them.
+    query at the same place sees them. Without COPY, keys stay as they are.
     """
     bh = tl.program_id(1)
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
@@ -263,7 +264,8 @@ def convolve(
         fx, fy = _fine(x.to(tl.float32)), _fine(y.to(tl.float32))
         x, y = tl.where(fx, x, 0.0).to(dtype), tl.where(fy, y, 0.0).to(dtype)
         first = tl.min(tl.where(own & fx & fy, NOWHERE, j[:, None]))
-    _put(KT, 0, length * width, width, b, line, j, ok, e, width, x)
+    if COPY:
+        _put(KT, 0, length * width, width, b, line, j, ok, e, width, x)
     _put(VT, 0, length * width, width, b, line, j, ok, e, width, y)
     if OWN and RK >= 0:
         _put(OWN_K, 0, length * width, width, b, line, j, ok, e, width, own_x)
