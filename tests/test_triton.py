@@ -168,7 +168,7 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(which, filter):
 
 
 @pytest.mark.parametrize("filter", ["causal", "window", "padding"])
-@pytest.mark.parametrize("name", ["rbf", "adaptive"])
+@pytest.mark.parametrize("name", ["rbf", "adaptive", "rational", "laplace", "matern-3/2"])
 def test_queries_that_are_far_from_all_keys(name, filter):
     """The forward counts from a key at no distance, beside which all their weights vanish."""
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ def test_queries_that_are_far_from_all_keys(name, filter):
     want = mc.smooth(kernel.double(), *wide, filter=shown, backend="reference")
     grads = (torch.autograd.grad(y.square().sum(), x) for y, x in ((out, given), (want, wide)))
     for x, y in zip((out, *next(grads)), (want, *next(grads)), strict=True):
-        assert (x - y).norm() < (1e-5 if INTERPRETED else 0.02) * y.norm()
+        assert (x - y).norm() < (1e-4 if INTERPRETED else 0.03) * y.norm()
 
 
 def test_it_compiles_as_one_graph():

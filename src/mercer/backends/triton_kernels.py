@@ -447,6 +447,19 @@ def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
 
 
 @triton.jit
+def _shown(
+    x, hidden, edge, i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr
+):
+    """x of pairs [queries, keys], at an edge without what the filter hides."""
+    if edge:
+        seen = _visible(
+            i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
+        )
+        x = tl.where(seen, x, hidden)
+    return x
+
+
+@triton.jit
 def _forward_span(
     acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
     band, tiles, begin, lengths, ids, own, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
@@ -463,7 +476,7 @@ def _forward_span(
 
     OWN: `share` is the weight of the pair at the query's own place, whose value is not among them;
     `own` is the score of its own key (2). EDGES: a mask is needed before sure_start and from sure_stop
-    on, and values are taken to be finite. STILL: the peak is one that no key exceeds.
+    on, and values are taken to be finite. STILL: the peak is one that no key exceeds, 0 for a link.
     """
     CHECK: tl.constexpr = MASK or not EVEN
     # The numbers per key are read one block ahead: nothing else hides the wait for them.
@@ -508,21 +521,31 @@ def _forward_span(
                 bad = tl.max(tl.where(finite, 0, 1), 1) > 0
                 values = tl.where(finite, values, 0.0)
                 t = tl.where(bad[None, :], float("nan"), t)
-        if EDGES:
-            if (first_key < sure_start) | (first_key >= sure_stop):
-                shown = _visible(
-                    i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
-                )
-                t = tl.where(shown, t, float("-inf"))
+        edge = (first_key < sure_start) | (first_key >= sure_stop)
         if FORM == PLAIN:
             # One dot product: the positive scale waits until the exponent, one operation.
             if MASK:
                 t = tl.where(seen, t, float("-inf"))
+            if EDGES:
+                t = _shown(
+                    t,
+                    float("-inf"),
+                    edge,
+                    i,
+                    j,
+                    b,
+                    first,
+                    lengths,
+                    ids,
+                    stride_ids,
+                    num_keys,
+                    FILTER,
+                )
             rate = scale0 * LOG2E
             if STILL:
                 higher = peak
                 p = tl.exp2(t * _down(rate, MODE0) - peak[:, None])
-                shrink = tl.full((BM,), 1.0, tl.float32)
+                shrink = peak
             else:
                 higher = tl.maximum(peak, tl.max(t, 1) * rate + far)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -557,15 +580,28 @@ def _forward_span(
             if FORM == FLAT:
                 # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
+                if EDGES:
+                    p = _shown(
+                        p, 0.0, edge, i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER
+                    )
                 higher = peak
                 shrink = peak
             else:
                 if MASK:
                     e = tl.where(seen, e, float("-inf"))
-                higher = tl.maximum(peak, tl.max(e, 1) + far)
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                p = a * tl.exp2(e - (base - far)[:, None])
-                shrink = tl.exp2(peak - base)
+                if EDGES:
+                    e = _shown(
+                        e, float("-inf"), edge, i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER
+                    )  # fmt: skip
+                if STILL:
+                    higher = peak
+                    p = a * tl.exp2(e)
+                    shrink = peak
+                else:
+                    higher = tl.maximum(peak, tl.max(e, 1) + far)
+                    base = tl.where(higher == float("-inf"), 0.0, higher)
+                    p = a * tl.exp2(e - (base - far)[:, None])
+                    shrink = tl.exp2(peak - base)
         if FORM == FLAT or STILL:
             mass += tl.sum(p, 1)
         else:
@@ -626,7 +662,7 @@ def forward(
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     none = tl.zeros((BM,), tl.float32)
     share, own, half = none, none, none
-    if FAST == 2:
+    if FAST == 2 and LINK0 == IDENTITY:
         half = 0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
     if OWN == 2:
         # Before queries are held, and lie in another way.
@@ -684,7 +720,8 @@ def forward(
     if FAST > 0:
         # All keys in one loop, and no peak to look for where it is known; what that cannot do is rare.
         if FAST == 2:
-            peak = half * (scale0 * LOG2E)
+            # Of a key at no distance.
+            peak = half * (scale0 * LOG2E) if LINK0 == IDENTITY else none
         acc, mass, peak, share = _forward_span(
             acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1,
             none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
@@ -701,8 +738,9 @@ def forward(
         if whole:
             acc = tl.zeros((BM, V), tl.float32)
             mass = tl.zeros((BM,), tl.float32)
-            peak = tl.full((BM,), float("-inf"), tl.float32)
-            share = none
+            peak = none
+            if FORM < POLY:
+                peak += float("-inf")
     if FAST == 0 or whole:
         for span in tl.static_range(4):
             # In turn: masked, beyond the table's reach, within it, masked.

@@ -218,6 +218,7 @@ class Plan:
     constants: dict[str, Any]
     spread: bool  # numbers per key are columns, in place of the second slot's keys
     aligned: tuple[bool, ...]  # whether the copy engine can read the two q, the two k, v, a band
+    bounded: bool  # the first slot is a distance, with no number per key beside it
     launches: dict[Any, Launch] = field(default_factory=dict)
 
     def numbers(self, seed: Tensor | None) -> tuple[int | float, ...]:
@@ -239,7 +240,7 @@ def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
     key = (
         static, x.v.dtype, x.v.device, *(y.shape for y in read), *(y.stride() for y in read),
         x.lengths is None, *((y.dtype, y.shape, y.stride()) for y in options),
-        *(y.numel() for y in x.scale),
+        *(y.numel() for y in (*x.scale, *x.col)),
         # Triton, and the copy engine, tell apart what begins at a multiple of 16 bytes.
         *(y.data_ptr() % 16 for y in (*read, *x.scale, *x.row, *options)),
     )  # fmt: skip
@@ -295,8 +296,9 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     }
     aligned = tuple(copies(y) for y in (q0, q1, k0, k1, v, band))
     return Plan(
-        static, v.device, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, aligned
-    )
+        static, v.device, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, aligned,
+        bounded=slots[0].norm and not x.col[0].numel(),
+    )  # fmt: skip
 
 
 def one_sided(filter: tuple[tuple[int, ...], ...]) -> bool:
@@ -520,10 +522,9 @@ def launch_of(
     lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32
     lean = lean and (not two or p.constants["SAME"])
     flags["HELD"] = sizes.held if lean else 0
-    plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0 and not two and parts == 1
-    if kind == "forward" and plain and flags["TMA"] and not own[0] and (lean or INTERPRETED):
-        # No weight of a distance is above 1; float16 has too few numbers far below it.
-        flags["FAST"] = 2 if slots[0].norm and p.dtype != torch.float16 else 1
+    one = p.constants["CLIP"] < 0 and not two and parts == 1
+    if kind == "forward" and one and flags["TMA"] and not own[0] and (lean or INTERPRETED):
+        flags["FAST"] = _fast(p)
     constants = p.constants | flags
     # The copy engine fills up what lies beyond the width.
     constants["EVEN"] = constants["EVEN"] or flags["TMA"]
@@ -534,6 +535,17 @@ def launch_of(
         options["maxnreg"] = sizes.registers
     found = p.launches[key] = Launch(kernel, (blocks, batch * heads, parts), constants, options)
     return found
+
+
+def _fast(p: Plan) -> int:
+    """Whether the forward may count on finite values (1), and on a peak that is known (2).
+
+    No weight of a distance is above 1; float16 has too few numbers far below it.
+    """
+    form, linked = p.constants["FORM"], p.static.slots[0].link > 1
+    if p.bounded and p.dtype != torch.float16 and (form == PLAIN or (linked and form != FLAT)):
+        return 2
+    return int(form in (PLAIN, FLAT))
 
 
 _helpers: dict[tuple[Any, ...], Launch] = {}
