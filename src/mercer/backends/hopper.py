@@ -194,6 +194,7 @@ def _keys(
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
         "BANDED": banded, "OTHER": other, "ORDER": order,
+        "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1) if order else (blocks, parts, 1)
     found = p.launches[key] = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})

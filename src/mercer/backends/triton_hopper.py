@@ -279,7 +279,7 @@ def _multiply(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     STORE: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
-    ORDER: gl.constexpr,
+    ORDER: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -346,6 +346,13 @@ def _multiply(
         dk1 = gl.zeros([OWN, WIDE1], gl.float32, SUMS1)
         dv = gl.zeros([OWN, WIDEV], gl.float32, SUMSV)
         mbarrier.wait(ready.index(at), (turn // BUFFERS) & 1)
+        # Narrow keys and values stay in registers: shared memory is as busy as the products are.
+        a, a1, w = k0, k1, v
+        if HELD:
+            a = k0.load(gl.DotOperandLayout(0, SCORES, 2))
+            w = v.load(gl.DotOperandLayout(0, SCORES, 2))
+            if E1 > 0:
+                a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
         if not STORE:
             _skip(0, begin, done, full, empty, STAGES)
         for span in gl.static_range(3):
@@ -358,7 +365,7 @@ def _multiply(
                 left, right = sure_stop, end
             if WHOLE or span == 0:
                 dk0, dk1, dv, dc = _span(
-                    left, right, done, dk0, dk1, dv, dc, k0, k1, v, y, c, factor, j, start, b, place, first,
+                    left, right, done, dk0, dk1, dv, dc, a, a1, w, y, c, factor, j, start, b, place, first,
                     LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, biases,
                     own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
                     STORE, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV,
@@ -406,7 +413,7 @@ def backward_keys(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr, OTHER: gl.constexpr,
-    ORDER: gl.constexpr,
+    ORDER: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
@@ -457,13 +464,13 @@ def backward_keys(
                 DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases,
                 rows, ready, free, full, empty, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts, offset,
                 num_heads, num_queries, num_keys, first, 0, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0,
-                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, ORDER,
+                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, ORDER, HELD,
             )),
             (_multiply, (
                 DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases,
                 rows, ready, free, full, empty, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts, offset,
                 num_heads, num_queries, num_keys, first, 1, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0,
-                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, ORDER,
+                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, ORDER, HELD,
             )),
             (_copy, (
                 Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, k0s, k1s, vs, ys, q0s, q1s, gs,
