@@ -187,17 +187,18 @@ def _keys(
     step = GROUP * (row + 4 * GROUP * banded + 12)
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
     blocks, parts = _blocks(p, heads)
-    order = _order(blocks, parts, processors(p.device))
+    tiles, count = blocks * parts, processors(p.device)
     # Where there is room, the next keys come while these are at work.
-    buffers = 2 if order and (left - 2 * kept) // step >= 3 else 1
+    buffers = 2 if (left - 2 * kept) // step >= 3 else 1
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
-        "BANDED": banded, "OTHER": other, "ORDER": order,
+        "BANDED": banded, "OTHER": other, "LONGEST": tiles < ROUNDS * count,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
     }  # fmt: skip
-    grid = (min(blocks * parts, processors(p.device)), 1, 1) if order else (blocks, parts, 1)
-    found = p.launches[key] = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})
+    found = p.launches[key] = Launch(
+        triton_hopper.backward_keys, (min(tiles, count), 1, 1), constants, {"num_warps": 4}
+    )
     return found
 
 
@@ -205,11 +206,6 @@ def _blocks(p: Plan, heads: int = 0) -> tuple[int, int]:
     """Blocks of keys, and heads, of which some may come at a time."""
     batch, all_heads, _ = p.static.shape
     return -(-p.num_keys // (2 * GROUP)), heads or batch * all_heads
-
-
-def _order(blocks: int, parts: int, count: int) -> int:
-    """How programs go on with other keys, as ORDER has it."""
-    return 1 if blocks * parts < ROUNDS * count else 2
 
 
 def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:

@@ -1,6 +1,6 @@
-"""Attention in which each query has a key and a value for itself, beside all that come before it.
+"""Causal attention in which a query sees another value at its own place, and perhaps another key.
 
-That is what token kernels of three taps make of causal attention: a query sees its own key without
+That is what token kernels of three taps make of it: a query sees what is at its own place without
 the right neighbour. Short sequences are faster by our own kernels, which take that in on the way,
 than by flash attention and passes around it.
 """

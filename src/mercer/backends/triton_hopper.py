@@ -36,14 +36,11 @@ FEW_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _turns(blocks, parts, ORDER: gl.constexpr):
+def _turns(blocks, parts):
     """How many blocks of keys this program has."""
-    turns = 1
-    if ORDER > 0:
-        programs, tiles = gl.num_programs(0), blocks * parts
-        turns = tiles // programs
-        turns += (_place(turns, programs) < tiles % programs).to(gl.int32)
-    return turns
+    programs, tiles = gl.num_programs(0), blocks * parts
+    turns = tiles // programs
+    return turns + (_place(turns, programs) < tiles % programs).to(gl.int32)
 
 
 @gluon.jit
@@ -55,16 +52,14 @@ def _place(turn, programs):
 @gluon.jit
 def _tile(
     turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS,
-    FILTER: gl.constexpr, STORE: gl.constexpr, ORDER: gl.constexpr,
+    FILTER: gl.constexpr, STORE: gl.constexpr, LONGEST: gl.constexpr,
 ):  # fmt: skip
     """Which keys of which head a turn is about, and the blocks of queries that may see them."""
-    block, part = gl.program_id(0), gl.program_id(1)
-    if ORDER > 0:
-        at = turn * gl.num_programs(0) + _place(turn, gl.num_programs(0))
-        if ORDER == 1:
-            block, part = at // parts, at % parts
-        else:
-            block, part = at % blocks, at // blocks
+    at = turn * gl.num_programs(0) + _place(turn, gl.num_programs(0))
+    if LONGEST:
+        block, part = at // parts, at % parts
+    else:
+        block, part = at % blocks, at // blocks
     bh = part + offset
     low = block * (2 * OWN)
     high = gl.minimum(low + 2 * OWN, num_keys) - 1
@@ -120,14 +115,14 @@ def _copy(
     offset, num_heads, num_queries, num_keys, first,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, ORDER: gl.constexpr,
+    OTHER: gl.constexpr, LONGEST: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     done = 0
-    for turn in range(_turns(blocks, parts, ORDER)):
+    for turn in range(_turns(blocks, parts)):
         low, _, b, h, start, steps = _tile(
             turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
-            ORDER,
+            LONGEST,
         )  # fmt: skip
         line = (b * num_heads + h).to(gl.int64) * num_queries
         b0, b1 = gl.where(sqb0 == 0, 0, b), gl.where(sqb1 == 0, 0, b)
@@ -136,7 +131,7 @@ def _copy(
         bv = gl.where(svb == 0, 0, b)
         # Where keys wait for those before them to be done with, their first queries do not.
         early = 0
-        if ORDER > 0 and BUFFERS == 1:
+        if BUFFERS == 1:
             early = gl.where(turn == 0, 0, gl.minimum(steps, STAGES))
             _copy_steps(
                 0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, full, empty,
@@ -279,7 +274,7 @@ def _multiply(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     STORE: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
-    ORDER: gl.constexpr, HELD: gl.constexpr,
+    LONGEST: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -295,10 +290,10 @@ def _multiply(
     DCOL0: gl.constexpr = NORM0 or SAVE_COL0 or SUM0
     done = 0
     place = num_keys - num_queries
-    for turn in range(_turns(blocks, parts, ORDER)):
+    for turn in range(_turns(blocks, parts)):
         low, part, b, h, start, steps = _tile(
             turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
-            ORDER,
+            LONGEST,
         )  # fmt: skip
         bh = b * num_heads + h
         first_key = low + own * OWN
@@ -397,9 +392,8 @@ def _multiply(
         if E1 > 0 and PART != 1:
             store(DK1, [b, h, first_key, 0], k1)
         tma.store_wait(0)
-        if ORDER > 0:
-            barrier()
-            mbarrier.arrive(free.index(at), count=1)
+        barrier()
+        mbarrier.arrive(free.index(at), count=1)
 
 
 @gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "offset"])
@@ -413,15 +407,15 @@ def backward_keys(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr, OTHER: gl.constexpr,
-    ORDER: gl.constexpr, HELD: gl.constexpr,
+    LONGEST: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
     STORE: what gradients of queries are made of is stored for all pairs, [keys, queries], of the heads
     from `offset` on. BANDED: a band has all pairs, [queries, keys], and so has what is stored.
     OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
-    ORDER: a program goes on with other keys: the first blocks of all heads come first (1), or all
-    blocks of the first head (2).
+    A program goes on with other keys: LONGEST: in the order of all heads' first blocks, then their
+    second ones; otherwise head by head.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -464,19 +458,19 @@ def backward_keys(
                 DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases,
                 rows, ready, free, full, empty, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts, offset,
                 num_heads, num_queries, num_keys, first, 0, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0,
-                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, ORDER, HELD,
+                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, LONGEST, HELD,
             )),
             (_multiply, (
                 DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases,
                 rows, ready, free, full, empty, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts, offset,
                 num_heads, num_queries, num_keys, first, 1, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0,
-                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, ORDER, HELD,
+                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, LONGEST, HELD,
             )),
             (_copy, (
                 Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, k0s, k1s, vs, ys, q0s, q1s, gs,
                 biases, rows, ready, free, full, empty, sqb0, sqb1, skb0, skb1, svb, stb, group0, group1, group_v,
                 blocks, parts, offset, num_heads, num_queries, num_keys, first, E0, E1, V, MODE0, FILTER, STAGES,
-                BUFFERS, STORE, BANDED, OTHER, ORDER,
+                BUFFERS, STORE, BANDED, OTHER, LONGEST,
             )),
         ],
         [4, 4],
