@@ -447,19 +447,6 @@ def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
 
 
 @triton.jit
-def _shown(
-    x, hidden, edge, i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr
-):
-    """x of pairs [queries, keys], at an edge without what the filter hides."""
-    if edge:
-        seen = _visible(
-            i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
-        )
-        x = tl.where(seen, x, hidden)
-    return x
-
-
-@triton.jit
 def _forward_span(
     acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
     band, tiles, begin, lengths, ids, own, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
@@ -476,7 +463,7 @@ def _forward_span(
 
     OWN: `share` is the weight of the pair at the query's own place, whose value is not among them;
     `own` is the score of its own key (2). EDGES: a mask is needed before sure_start and from sure_stop
-    on, and values are taken to be finite. STILL: the peak is one that no key exceeds, 0 for a link.
+    on, and values are taken to be finite. STILL: the peak is one that no key exceeds.
     """
     CHECK: tl.constexpr = MASK or not EVEN
     # The numbers per key are read one block ahead: nothing else hides the wait for them.
@@ -521,26 +508,16 @@ def _forward_span(
                 bad = tl.max(tl.where(finite, 0, 1), 1) > 0
                 values = tl.where(finite, values, 0.0)
                 t = tl.where(bad[None, :], float("nan"), t)
-        edge = (first_key < sure_start) | (first_key >= sure_stop)
         if FORM == PLAIN:
             # One dot product: the positive scale waits until the exponent, one operation.
             if MASK:
                 t = tl.where(seen, t, float("-inf"))
             if EDGES:
-                t = _shown(
-                    t,
-                    float("-inf"),
-                    edge,
-                    i,
-                    j,
-                    b,
-                    first,
-                    lengths,
-                    ids,
-                    stride_ids,
-                    num_keys,
-                    FILTER,
-                )
+                if (first_key < sure_start) | (first_key >= sure_stop):
+                    shown = _visible(
+                        i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
+                    )
+                    t = tl.where(shown, t, float("-inf"))
             rate = scale0 * LOG2E
             if STILL:
                 higher = peak
@@ -580,28 +557,15 @@ def _forward_span(
             if FORM == FLAT:
                 # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
-                if EDGES:
-                    p = _shown(
-                        p, 0.0, edge, i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER
-                    )
                 higher = peak
                 shrink = peak
             else:
                 if MASK:
                     e = tl.where(seen, e, float("-inf"))
-                if EDGES:
-                    e = _shown(
-                        e, float("-inf"), edge, i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER
-                    )  # fmt: skip
-                if STILL:
-                    higher = peak
-                    p = a * tl.exp2(e)
-                    shrink = peak
-                else:
-                    higher = tl.maximum(peak, tl.max(e, 1) + far)
-                    base = tl.where(higher == float("-inf"), 0.0, higher)
-                    p = a * tl.exp2(e - (base - far)[:, None])
-                    shrink = tl.exp2(peak - base)
+                higher = tl.maximum(peak, tl.max(e, 1) + far)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                p = a * tl.exp2(e - (base - far)[:, None])
+                shrink = tl.exp2(peak - base)
         if FORM == FLAT or STILL:
             mass += tl.sum(p, 1)
         else:
@@ -648,7 +612,8 @@ def forward(
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
 
     OWN: each query has the value at its own place for itself (1), and the key as well (2); BAD says
-    in up to MOST blocks what is not finite.
+    in up to MOST blocks what is not finite. FAST: values are taken to be finite (1), and weights to be
+    those of a distance, of which a row's do not all vanish (2); a block where not is done again.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -662,7 +627,7 @@ def forward(
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     none = tl.zeros((BM,), tl.float32)
     share, own, half = none, none, none
-    if FAST == 2 and LINK0 == IDENTITY:
+    if FAST == 2:
         half = 0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
     if OWN == 2:
         # Before queries are held, and lie in another way.
@@ -721,7 +686,7 @@ def forward(
         # All keys in one loop, and no peak to look for where it is known; what that cannot do is rare.
         if FAST == 2:
             # Of a key at no distance.
-            peak = half * (scale0 * LOG2E) if LINK0 == IDENTITY else none
+            peak = half * (scale0 * LOG2E)
         acc, mass, peak, share = _forward_span(
             acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1,
             none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
@@ -738,9 +703,7 @@ def forward(
         if whole:
             acc = tl.zeros((BM, V), tl.float32)
             mass = tl.zeros((BM,), tl.float32)
-            peak = none
-            if FORM < POLY:
-                peak += float("-inf")
+            peak = tl.full((BM,), float("-inf"), tl.float32)
     if FAST == 0 or whole:
         for span in tl.static_range(4):
             # In turn: masked, beyond the table's reach, within it, masked.

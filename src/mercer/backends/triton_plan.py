@@ -522,9 +522,10 @@ def launch_of(
     lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32
     lean = lean and (not two or p.constants["SAME"])
     flags["HELD"] = sizes.held if lean else 0
-    one = p.constants["CLIP"] < 0 and not two and parts == 1
-    if kind == "forward" and one and flags["TMA"] and not own[0] and (lean or INTERPRETED):
-        flags["FAST"] = _fast(p)
+    plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0 and not two and parts == 1
+    if kind == "forward" and plain and flags["TMA"] and not own[0] and (lean or INTERPRETED):
+        # No weight of a distance is above 1; float16 has too few numbers far below it.
+        flags["FAST"] = 2 if p.bounded and p.dtype != torch.float16 else 1
     constants = p.constants | flags
     # The copy engine fills up what lies beyond the width.
     constants["EVEN"] = constants["EVEN"] or flags["TMA"]
@@ -535,17 +536,6 @@ def launch_of(
         options["maxnreg"] = sizes.registers
     found = p.launches[key] = Launch(kernel, (blocks, batch * heads, parts), constants, options)
     return found
-
-
-def _fast(p: Plan) -> int:
-    """Whether the forward may count on finite values (1), and on a peak that is known (2).
-
-    No weight of a distance is above 1; float16 has too few numbers far below it.
-    """
-    form, linked = p.constants["FORM"], p.static.slots[0].link > 1
-    if p.bounded and p.dtype != torch.float16 and (form == PLAIN or (linked and form != FLAT)):
-        return 2
-    return int(form in (PLAIN, FLAT))
 
 
 _helpers: dict[tuple[Any, ...], Launch] = {}
