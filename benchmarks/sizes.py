@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import mercer as mc
-from mercer.backends import tapes, triton_plan
+from mercer.backends import launches, tapes, triton_plan
 from mercer.backends.triton_sizes import Sizes
 from mercer.bench.clock import Clock
 from mercer.bench.workload import Workload
@@ -55,26 +55,26 @@ def capture(kernel: str, dim: int, length: int, heads: int, *, run: bool) -> dic
     shape = {"batch": 2, "heads": heads, "length": length, "dim": dim}
     given = Workload(**shape, dtype=torch.bfloat16, device=place).inputs(kernel)
     found: dict[str, Any] = {}
-    real = triton_plan.Launch.__call__
+    real = launches.Launch.__call__
 
-    def keep(launch: triton_plan.Launch, tensors: tuple, numbers: tuple) -> None:
+    def keep(launch: launches.Launch, tensors: tuple, numbers: tuple) -> None:
         if (kind := KINDS.get(launch.kernel.__name__)) is not None:
             found[kind] = (launch, tensors, numbers)
         if run:
             real(launch, tensors, numbers)
 
-    triton_plan.Launch.__call__ = keep  # type: ignore[method-assign]
+    launches.Launch.__call__ = keep  # type: ignore[method-assign]
     try:
         options = {"filter": given.filter, "backend": "triton"}
         out = mc.smooth(given.kernel, given.q, given.k, given.v, **options)
         wanted = list(given.named(parameters=True).values())
         torch.autograd.grad(out, wanted, torch.randn_like(out), allow_unused=True)
     finally:
-        triton_plan.Launch.__call__ = real  # type: ignore[method-assign]
+        launches.Launch.__call__ = real  # type: ignore[method-assign]
     return found
 
 
-def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[triton_plan.Launch, tuple, tuple]:
+def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[launches.Launch, tuple, tuple]:
     """The same launch with other sizes."""
     launch, tensors, numbers = item
     bm, bn = sizes.queries, sizes.keys
@@ -90,7 +90,7 @@ def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[triton_plan.Launch,
     options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
     if sizes.registers:
         options["maxnreg"] = sizes.registers
-    new = triton_plan.Launch(launch.kernel, (blocks, *launch.grid[1:]), constants, options)
+    new = launches.Launch(launch.kernel, (blocks, *launch.grid[1:]), constants, options)
     return new, tensors, numbers
 
 

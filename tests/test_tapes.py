@@ -14,9 +14,9 @@ import torch
 
 import mercer as mc
 import mercer.nn as mn
-from mercer.backends import tapes, triton_plan
+from mercer.backends import launches, tapes
+from mercer.backends.launches import INTERPRETED
 from mercer.backends.triton import INSTALLED
-from mercer.backends.triton_plan import INTERPRETED
 from mercer.bench.workload import Workload
 
 pytestmark = [
@@ -111,7 +111,7 @@ def test_memory_that_kernels_know_by_its_address_is_there_when_they_start(monkey
         shown = base.t()
         shown.copy_(x)
         total = shown.sum(0)
-        if (listener := triton_plan.listening()) is not None:
+        if (listener := launches.listening()) is not None:
             listener(None, (base[1:], small, x), ())
         return [total]
 

@@ -12,7 +12,7 @@ from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
 from mercer import sinusoids
-from mercer.backends import bands, triton_launch, triton_plan, triton_sizes
+from mercer.backends import bands, launches, triton_launch, triton_plan, triton_sizes
 from mercer.backends.triton import INSTALLED, INTERPRETED
 from mercer.filters import Earlier
 from mercer.kernels import position as positional
@@ -180,7 +180,7 @@ def test_queries_that_are_far_from_all_keys(name, filter):
     wide = [x.double().requires_grad_() for x in given]
     given = [x.requires_grad_() for x in given]
     ways = set()
-    with triton_plan.heard(lambda launch, *_: ways.add(launch.constants.get("FAST"))):
+    with launches.heard(lambda launch, *_: ways.add(launch.constants.get("FAST"))):
         out = mc.smooth(kernel, *given, filter=shown, backend="triton")
     assert 2 in ways
     want = mc.smooth(kernel.double(), *wide, filter=shown, backend="reference")
@@ -194,7 +194,7 @@ def test_a_number_per_key_may_exceed_the_peak_of_a_distance():
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     given = [torch.randn(1, 2, 40, DIM, device=DEVICE, dtype=dtype) for _ in range(3)]
     ways = set()
-    with triton_plan.heard(lambda launch, *_: ways.add(launch.constants.get("FAST"))):
+    with launches.heard(lambda launch, *_: ways.add(launch.constants.get("FAST"))):
         mc.smooth(kernel, *given, filter=mc.Causal(), backend="triton")
     assert ways & {1, 2} == {1}
 
@@ -288,13 +288,13 @@ def test_pairs_that_are_stored_need_no_pass_over_queries(shape, monkeypatch):
     """Where a band has all pairs, the pass over keys leaves their gradients there."""
     monkeypatch.setattr(triton_plan, "STORED", 1)
     ran = []
-    start = triton_plan.Launch.__call__
+    start = launches.Launch.__call__
 
     def call(self, *rest):
         ran.append(self.kernel.__name__)
         start(self, *rest)
 
-    monkeypatch.setattr(triton_plan.Launch, "__call__", call)
+    monkeypatch.setattr(launches.Launch, "__call__", call)
     rows = torch.randn(HEADS, 2 * 150 + 1, DIM, generator=torch.Generator().manual_seed(3))
     for filter in (mc.Causal(), mc.Memory(200)):
         compare(mc.Exponential() * mc.Lookup(rows), filter, shape)
@@ -375,7 +375,7 @@ def test_blocks_fit_into_the_shared_memory(most, dtype):
 
 @pytest.mark.parametrize("name", ["rbf-per-head", "eq-9", "polynomial"])
 def test_smaller_blocks_give_the_same(name, monkeypatch):
-    monkeypatch.setattr(triton_plan, "shared_memory", lambda device: 12 * 1024)
+    monkeypatch.setattr(launches, "shared_memory", lambda device: 12 * 1024)
     monkeypatch.setattr(triton_plan, "_plans", {})
     compare(ALL[name](), mc.Causal(), Shape(queries=70, keys=70, values=16))
 
@@ -457,7 +457,7 @@ def test_keys_without_a_gradient_change_no_other(name, room, monkeypatch):
         return torch.autograd.grad(out.square().sum(), [*learned, *kernel.parameters()])
 
     parts = []
-    start = triton_plan.Launch.__call__
+    start = launches.Launch.__call__
 
     def call(self, *rest):
         parts.append(self.constants.get("PART"))
@@ -465,7 +465,7 @@ def test_keys_without_a_gradient_change_no_other(name, room, monkeypatch):
 
     most = (*q.tensors(), k.part("content"), v)
     every = run(*most, k.part("position"))
-    monkeypatch.setattr(triton_plan.Launch, "__call__", call)
+    monkeypatch.setattr(launches.Launch, "__call__", call)
     few = run(*most)
     # Keys of a distance have a share in the gradient of its bandwidth.
     assert {part for part in parts if part is not None} == (

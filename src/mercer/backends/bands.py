@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .launches import helper
 from .triton_plan import (
     Bias,
     Static,
-    helper,
     one_sided,
     processors,
     readable_rows,

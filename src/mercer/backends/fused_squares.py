@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..operators import fake, learns, operator
+from .launches import INTERPRETED
 from .triton import INSTALLED
-from .triton_plan import INTERPRETED
 from .triton_sizes import HOPPER, shared_memory
 
 # Features and values at most; wider blocks of float32 do not fit into the registers.

@@ -26,10 +26,11 @@ from ..operators import fake, learns, operator
 from ..taps import Boundary, sum_by_id
 from ..term import accumulator
 from . import own_key, plain_taps, taps_launch
+from .launches import INTERPRETED
 from .plain_taps import Call
 from .tapes import play
 from .triton import INSTALLED
-from .triton_plan import INTERPRETED, by_tokens, empty
+from .triton_plan import by_tokens, empty
 
 MAX_WIDTH = 256
 # Of torch.nn.attention.SDPBackend.

@@ -13,18 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .triton_plan import (
-    INTERPRETED,
-    Inputs,
-    Launch,
-    Numbers,
-    Plan,
-    copies,
-    describe,
-    key_parts,
-    processors,
-    room,
-)
+from .launches import INTERPRETED, Launch
+from .triton_plan import Inputs, Numbers, Plan, copies, describe, key_parts, processors, room
 from .triton_sizes import shared_memory
 
 # Keys that a group of warps owns, and queries of a block.

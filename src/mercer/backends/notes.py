@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from .triton_plan import Launch
+from .launches import Launch
 
 
 class Value(NamedTuple):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .launches import INTERPRETED
 from .plain_taps import Call
 from .triton_launch import Own, backward_of, forward_of, prepare
 from .triton_plan import (
-    INTERPRETED,
     Bias,
     Inputs,
     Numbers,

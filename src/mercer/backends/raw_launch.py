@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from .triton_plan import Launch
+from .launches import Launch
 
 CHECKED = ("3.6.",)
 # Before a kernel's own arguments: the grid, the stream (at this place), the function, two options,

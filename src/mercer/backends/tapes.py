@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from . import triton_plan
+from . import launches
+from .launches import INTERPRETED
 from .notes import About, Described, Notes, Op, Start, Value
 from .raw_launch import Starter, starter
-from .triton_plan import INTERPRETED
 
 # Room that launches alone use comes in one piece, of what is not larger than this many bytes.
 SMALL = 2**23
@@ -61,7 +61,7 @@ def play(
 ) -> list[Any]:
     """run(*tensors), or what an earlier call with such tensors and options did."""
     # A part of a call that is being noted is noted with it.
-    if not enabled or triton_plan.listening():
+    if not enabled or launches.listening():
         return list(run(*tensors))
     places = [0 if x is None else x.data_ptr() for x in tensors]
     key = (
@@ -98,7 +98,7 @@ def _record(
     # Two arguments may be one tensor here and two in a later call.
     given = [None if x is None else x.detach() for x in tensors]
     notes = Notes(given)
-    with notes, triton_plan.heard(notes.start):
+    with notes, launches.heard(notes.start):
         found = list(run(*given))
     results = notes.replaced(found)
     return found, Untaped.NEVER if notes.problem else Tape(len(given), notes, results)

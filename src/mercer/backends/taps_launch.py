@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..taps import visible
+from .launches import Launch
 from .plain_taps import Call, Near, Pair
-from .triton_plan import Launch, room
+from .triton_plan import room
 
 RULES = {"none": 0, "left": 1, "truncate": 2, "shrink": 3}
 # By the kernel: places of a block, for up to 64 features, and warps; wider rows take fewer places.

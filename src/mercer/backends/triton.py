@@ -32,9 +32,10 @@ from ..term import (
     repeat,
 )
 from . import Task, bands, triton_launch, triton_plan
+from .launches import INTERPRETED
 from .tapes import play
 from .triton_launch import add
-from .triton_plan import INTERPRETED, NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, parse
+from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, parse
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None

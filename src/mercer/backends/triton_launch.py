@@ -13,12 +13,10 @@ from torch import Tensor
 
 from ..term import repeat
 from . import bands, hopper
+from .launches import INTERPRETED, NO_OWN, Launch, helper, launch_of
 from .triton_plan import (
-    INTERPRETED,
     NO_LOG,
-    NO_OWN,
     Inputs,
-    Launch,
     Log,
     Numbers,
     Plan,
@@ -29,15 +27,13 @@ from .triton_plan import (
     cut_at_reach,
     describe,
     empty,
-    helper,
     key_parts,
-    launch_of,
     plan,
     processors,
     room,
     stores,
     strides_of,
-)  # fmt: skip
+)
 from .triton_sizes import SPLIT_QUERIES
 
 LOG2E = math.log2(math.e)
