@@ -1,0 +1,271 @@
+"""Gluon's kernels without a GPU: their own source, run by threads, one for each group of warps.
+
+Triton's interpreter does not know Gluon. Here copies come late and in any order, barriers have
+counts and phases, and products read their operands until they are waited for: what is not there in
+time, or does not stay, is missed. A group is one thread: what its warps do to each other is not
+seen.
+"""
+
+import builtins
+import queue
+import random
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+import mercer.backends
+
+FOLDER = Path(mercer.backends.__file__).parent
+PATIENCE = 30.0
+
+
+class Pointer:
+    def __init__(self, tensor, offset=0):
+        self.flat, self.offset, self.dtype = tensor.view(-1), offset, tensor.dtype
+
+    def __add__(self, other):
+        found = object.__new__(Pointer)
+        found.flat, found.offset, found.dtype = self.flat, self.offset + other, self.dtype
+        return found
+
+
+def load(pointer, mask=True, other=0.0):
+    offset = torch.as_tensor(pointer.offset)
+    mask = torch.as_tensor(mask).expand(offset.shape)
+    found = pointer.flat[torch.where(mask, offset, 0)]
+    return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype))
+
+
+def store(pointer, x, mask=True):
+    offset = torch.as_tensor(pointer.offset)
+    mask = torch.as_tensor(mask).expand(offset.shape)
+    pointer.flat[offset[mask]] = x.expand(offset.shape)[mask].to(pointer.dtype)
+
+
+class Descriptor:
+    """Of [B, H, T, D], in blocks of rows and columns."""
+
+    def __init__(self, tensor, rows=64, columns=None):
+        self.tensor, self.dtype = tensor, tensor.dtype
+        self.block = (rows, columns or tensor.shape[3])
+
+    def _part(self, at):
+        b, h, row, column = (int(n) for n in at)
+        assert 0 <= b < self.tensor.shape[0]
+        assert 0 <= h < self.tensor.shape[1]
+        return self.tensor[b, h, row : row + self.block[0], column : column + self.block[1]]
+
+    def read(self, at):
+        part, found = self._part(at), self.tensor.new_zeros(self.block)
+        found[: part.shape[0], : part.shape[1]] = part
+        return found
+
+    def write(self, at, x):
+        part = self._part(at)
+        part.copy_(x[: part.shape[0], : part.shape[1]])
+
+
+class Barrier:
+    def __init__(self):
+        self.changed, self.count = threading.Condition(), None
+
+    def init(self, count):
+        self.count = self.left = count
+        self.bytes = self.phase = 0
+
+    def move(self, arrivals=0, size=0):
+        with self.changed:
+            assert arrivals <= self.left, "more have come than were asked for"
+            self.left -= arrivals
+            self.bytes += size
+            if self.left == 0 and self.bytes == 0:
+                self.left = self.count
+                self.phase += 1
+            self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            done = self.changed.wait_for(lambda: self.phase % 2 != int(parity), PATIENCE)
+        assert done, "it waits for ever"
+
+
+class Shared:
+    """Shared memory, which begins as anything."""
+
+    def __init__(self, data, barriers=None):
+        self.data, self.dtype, self.barriers = data, data.dtype, barriers
+
+    def index(self, n):
+        if self.barriers is not None:
+            return self.barriers[int(n)]
+        return Shared(self.data[int(n)])
+
+    def permute(self, order):
+        return Shared(self.data.permute(order))
+
+    def load(self, layout):
+        return self.data.clone()
+
+    def store(self, x):
+        self.data.copy_(x)
+
+
+def allocate(dtype, shape, layout):
+    if dtype is torch.int64:
+        return Shared(torch.zeros(shape), [Barrier() for _ in range(shape[0])])
+    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+
+class Engine:
+    """Copies, each done after a while, in any order; and what a thread has not waited for."""
+
+    def __init__(self, seed):
+        self.random, self.local, self.open = random.Random(seed), threading.local(), queue.Queue()
+        self.lock = threading.Lock()
+
+    def pause(self):
+        with self.lock:
+            wait = self.random.random()
+        if wait < 0.3:
+            time.sleep(wait / 300)
+
+    def _later(self, work):
+        def run():
+            self.pause()
+            work()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def load(self, descriptor, at, barrier, target):
+        at = [int(n) for n in at]
+        size = target.data.numel() * 2
+
+        def work():
+            target.store(descriptor.read(at))
+            barrier.move(size=-size)
+
+        target.data.fill_(float("nan"))
+        self._later(work)
+
+    def store(self, descriptor, at, source):
+        at = [int(n) for n in at]
+        thread = self._later(lambda: descriptor.write(at, source.data))
+        self.stores().append(thread)
+
+    def stores(self):
+        if not hasattr(self.local, "stores"):
+            self.local.stores, self.local.products = [], []
+        return self.local.stores
+
+    def store_wait(self, pending):
+        while len(self.stores()) > pending:
+            self.stores().pop(0).join()
+
+    def multiply(self, a, b, acc, use_acc=True, is_async=False):
+        self.stores()
+        operands = [x.data if isinstance(x, Shared) else x for x in (a, b)]
+        before = [x.clone() for x in operands]
+        out = operands[0].float() @ operands[1].float()
+        self.local.products.append((operands, before))
+        return acc + out if use_acc else out
+
+    def products_wait(self, pending, values):
+        products = self.local.products
+        while len(products) > pending:
+            for now, before in zip(*products.pop(0), strict=True):
+                assert torch.equal(now, before), "overwritten before it was used"
+        return values if len(values) > 1 else values[0]
+
+
+def module(name, programs, seed):
+    """One of our modules of kernels, with this in place of Triton."""
+    engine, place = Engine(seed), SimpleNamespace(id=0)
+
+    def jit(fn=None, **_):
+        return fn if fn is not None else jit
+
+    def specialize(parts, *_):
+        failures = []
+
+        def run(fn, args):
+            try:
+                fn(*args)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=part) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def both(fn):
+        return lambda a, b: fn(torch.as_tensor(a), torch.as_tensor(b))
+
+    def where(condition, a, b):
+        return torch.where(torch.as_tensor(condition), a, b)
+
+    layout = lambda *_, **__: None  # noqa: E731
+    language = SimpleNamespace(
+        constexpr=lambda x: x, static_range=range, range=range, where=where, load=load, store=store,
+        minimum=both(torch.minimum), maximum=both(torch.maximum), abs=torch.abs, exp=torch.exp,
+        exp2=torch.exp2, sum=torch.sum, float32=torch.float32, int32=torch.int32,
+        int64=torch.int64, arange=lambda a, b, _=None: torch.arange(a, b),
+        zeros=lambda shape, dtype, _=None: torch.zeros(shape, dtype=dtype),
+        convert_layout=lambda x, _: x, program_id=lambda n: torch.tensor(place.id if n == 0 else 0),
+        num_programs=lambda n: torch.tensor(programs), allocate_shared_memory=allocate,
+        warp_specialize=specialize, barrier=engine.pause, BlockedLayout=layout, SliceLayout=layout,
+        NVMMADistributedLayout=layout, DotOperandLayout=layout, NVMMASharedLayout=layout,
+        SwizzledSharedLayout=layout,
+    )  # fmt: skip
+    hopper = SimpleNamespace(
+        fence_async_shared=engine.pause, warpgroup_mma=engine.multiply,
+        warpgroup_mma_init=lambda x: x, warpgroup_mma_wait=engine.products_wait,
+        mbarrier=SimpleNamespace(
+            MBarrierLayout=layout, init=lambda bar, count: bar.init(count),
+            wait=lambda bar, parity: (engine.pause(), bar.wait(parity)),
+            expect=lambda bar, size: bar.move(1, size), arrive=lambda bar, count: bar.move(count),
+        ),
+        tma=SimpleNamespace(
+            async_load=engine.load, async_store=engine.store, store_wait=engine.store_wait
+        ),
+    )  # fmt: skip
+    gluon = SimpleNamespace(jit=jit, language=language)
+    sources = {
+        "triton": SimpleNamespace(jit=jit, constexpr_function=lambda fn: fn, language=language),
+        "triton.language": language,
+        "triton.experimental": SimpleNamespace(gluon=gluon),
+        "triton.experimental.gluon": gluon,
+        "triton.experimental.gluon.language.nvidia.hopper": hopper,
+    }
+
+    def find(name, globals=None, locals=None, fromlist=(), level=0):
+        if name in sources:
+            return sources[name]
+        if level == 1:
+            if not name:
+                return SimpleNamespace(**{n: read(n) for n in fromlist})
+            return read(name)
+        return builtins.__import__(name, globals, locals, fromlist, level)
+
+    def read(name):
+        if name not in sources:
+            space = {"__name__": name, "__builtins__": {**vars(builtins), "__import__": find}}
+            path = FOLDER / f"{name}.py"
+            text = path.read_text().replace(
+                "import triton.language as tl", "from triton import language as tl"
+            )
+            exec(compile(text, str(path), "exec"), space)
+            sources[name] = SimpleNamespace(**space)
+        return sources[name]
+
+    found = read(name)
+    found.place = place
+    return found

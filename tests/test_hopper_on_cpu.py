@@ -1,0 +1,169 @@
+"""The pass over keys by groups of warps, run from its source by threads.
+
+tests/test_hopper.py has the same on a GPU, where warps, layouts and the compiler have their part.
+"""
+
+import inspect
+import math
+
+import pytest
+import torch
+from gluon_on_cpu import Descriptor, Pointer, module
+
+BATCH, HEADS, LENGTH, DIM = 2, 2, 150, 16
+LOG2E = math.log2(math.e)
+CAUSAL = (1, -1, -1, -1, 0, 0, 0, 0, 0, 0)
+WINDOW = (1, 69, -1, -1, 0, 0, 0, 0, 0, 0)
+PADDING = (1, -1, -1, -1, 0, 0, 0, 1, 0, 0)
+
+CASES = {
+    "plain": {},
+    "full": {"filter": (0, *CAUSAL[1:])},
+    "window": {"filter": WINDOW},
+    "padding": {"filter": PADDING},
+    "masked-throughout": {"filter": WINDOW, "SIMPLE": False},
+    "distance": {"NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
+    "number-per-key": {"HAS_COL0": True, "SAVE_COL0": True},
+    "scale-per-query": {"NORM0": True, "HAS_COL0": True, "MODE0": 2, "filter": WINDOW},
+    "two-slots": {"E1": DIM},
+    "first-slot": {"E1": DIM, "PART": 1, "filter": WINDOW},
+    "own-values": {"OTHER": 1},
+    "own-keys": {"OTHER": 2},
+    "stored": {"STORE": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1},
+    "stored-window": {"STORE": True, "filter": WINDOW},
+    "band": {"STORE": True, "BANDED": True},
+}
+
+
+class Call:
+    """Inputs, and what the pass must make of them; log_mass and delta may be anything."""
+
+    def __init__(self, filter=CAUSAL, length=LENGTH, **flags):
+        self.filter, self.length = filter, length
+        self.flags = {
+            "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
+            "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
+            "PART": 0, "STORE": False, "BANDED": False, "OTHER": 0, "HELD": False, **flags,
+        }  # fmt: skip
+        draw = torch.Generator().manual_seed(0)
+        rows = (BATCH, HEADS, length)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=draw)
+
+        self.q, self.k, self.q1, self.k1, self.v, self.grad, self.own = (
+            normal(*rows, DIM) / 2 for _ in range(7)
+        )
+        self.lse2, self.delta, self.col = normal(*rows) + 4, normal(*rows), normal(*rows)
+        if self.flags["NORM0"]:
+            self.col = -self.k.square().sum(-1) / 2
+        self.head, self.scale = torch.tensor([0.3, 0.6]), normal(*rows).exp() / 4
+        self.band = normal(*rows, length)
+        self.lengths = torch.tensor([length, length // 3])
+
+    def seen(self):
+        i, j = torch.arange(self.length)[:, None], torch.arange(self.length)
+        causal, left, *_, padded, _, _ = self.filter
+        seen = (i - j >= 0) if causal else torch.ones(self.length, self.length, dtype=torch.bool)
+        if left >= 0:
+            seen = seen & (i - j <= left)
+        if self.flags["OTHER"] == 2:
+            seen = seen & (i != j)
+        seen = seen.expand(BATCH, 1, -1, -1)
+        return seen & (j < self.lengths[:, None, None, None]) if padded else seen
+
+    def want(self):
+        f, same = self.flags, torch.eye(self.length, dtype=torch.bool)
+        t = self.q @ self.k.mT
+        if f["E1"]:
+            t = t + self.q1 @ self.k1.mT
+        if f["HAS_COL0"]:
+            t = t + self.col[:, :, None]
+        head = torch.full((2,), 0.5) if f["MODE0"] == 0 else self.head
+        head = head[:, None, None] if f["MODE0"] < 2 else torch.ones(1, 1, 1)
+        each = self.scale[..., None] if f["MODE0"] == 2 else torch.ones(1)
+        e = t * each * head * LOG2E - self.lse2[..., None]
+        if f["BANDED"]:
+            e = e + self.band
+        p = torch.where(self.seen(), e.exp2(), 0.0)
+        dp = self.grad @ self.v.mT
+        weights = p
+        if f["OTHER"] == 1:
+            dp = torch.where(same, self.grad @ self.own.mT, dp)
+            weights = torch.where(same, 0.0, p)
+        found = p * (dp - self.delta[..., None])
+        u = found * each
+        sums = u.sum(-2)
+        want = {"dv": weights.mT @ self.grad, "dk": u.mT @ self.q * head}
+        if f["NORM0"]:
+            want["dk"] -= (sums[..., None] * head) * self.k
+        if f["E1"] and f["PART"] != 1:
+            want["dk1"] = u.mT @ self.q1 * head
+        if f["SAVE_COL0"]:
+            want["dcol"] = sums * head[..., 0]
+        if f["WANT0"]:
+            want["dscale"] = (self.col - self.col[:, :, :1]) * sums
+        if f["STORE"]:
+            want["pairs"] = found if f["BANDED"] else found.mT
+        return want
+
+    def run(self, programs, *, longest, stages, buffers, seed):
+        f, length = self.flags, self.length
+        got = {name: torch.full_like(self.q, math.nan) for name in ("dk", "dk1", "dv")}
+        got["dcol"] = torch.full_like(self.lse2, math.nan)
+        dscale = torch.full((BATCH, HEADS, 2 * length), math.nan)
+        room = -(-length // 128) * 128
+        got["pairs"] = torch.full((BATCH, HEADS, room, room), math.nan)
+        stored = got["pairs"] if f["BANDED"] else got["pairs"].view(1, -1, room, room)
+        scale = self.scale if f["MODE0"] == 2 else self.head
+        given = {
+            "Q0": Descriptor(self.q), "K0": Descriptor(self.k), "Q1": Descriptor(self.q1),
+            "K1": Descriptor(self.k1), "V_": Descriptor(self.v), "OWN_V": Descriptor(self.own),
+            "TILES": Descriptor(self.band, 64, 64), "GRAD": Descriptor(self.grad),
+            "S0": Pointer(scale), "C0": Pointer(self.col), "LENGTHS": Pointer(self.lengths),
+            "IDS": None, "LSE2": Pointer(self.lse2), "DELTA": Pointer(self.delta),
+            "PAIRS": Descriptor(stored, 64, 64), "DK0": Descriptor(got["dk"]),
+            "DK1": Descriptor(got["dk1"]), "DV": Descriptor(got["dv"]),
+            "DC0": Pointer(got["dcol"]), "DS0": Pointer(dscale), "scb0": HEADS * length,
+            "sch0": length, "gc0": 1, "ss0": 1, "num_heads": HEADS, "group0": 1, "group1": 1,
+            "group_v": 1, "num_queries": length, "num_keys": length, "number0": 0.5,
+            "blocks": -(-length // 128), "parts": BATCH * HEADS, "FILTER": (self.filter,),
+            "STAGES": stages, "BUFFERS": buffers, "LONGEST": longest, **f,
+        }  # fmt: skip
+        for stride in ("sqb0", "sqb1", "skb0", "skb1", "svb", "stb"):
+            given[stride] = 1
+        kernels = module("triton_hopper", programs, seed)
+        names = inspect.signature(kernels.backward_keys).parameters
+        # Numbers are tensors in Triton, and so are what is made of them.
+        tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts")
+        given |= {name: torch.tensor(given[name]) for name in tensors}
+        for program in range(programs):
+            kernels.place.id = program
+            kernels.backward_keys(**{name: given.get(name, 0) for name in names})
+        got["dscale"] = dscale[..., length:]
+        return got
+
+
+@pytest.mark.parametrize("programs", [1, 3, 5, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_it_gives_the_sums_of_every_block(name, programs):
+    call = Call(**CASES[name])
+    way = {"longest": programs != 3, "stages": 2 + programs % 2, "buffers": 1 + (programs == 1)}
+    got = call.run(programs, **way, seed=programs)
+    for what, want in call.want().items():
+        found = got[what]
+        if what == "pairs":
+            # What is beyond, or wholly hidden, may be anything.
+            found = found[..., :LENGTH, :LENGTH]
+            found = torch.where(want == 0.0, 0.0, found)
+        assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), what
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("longest", [False, True], ids=["head-by-head", "longest-first"])
+def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
+    call = Call(filter=WINDOW, HELD=True, OTHER=1, length=300)
+    want = call.run(12, longest=True, stages=3, buffers=1, seed=9)
+    got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
+    assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv"))
