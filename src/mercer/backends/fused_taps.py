@@ -114,7 +114,7 @@ class Kept(NamedTuple):
     own_k: Tensor | None = None
     own_v: Tensor | None = None
 
-    def seen(self, k: Tensor, v: Tensor, call: Call) -> own_key.Seen | None:
+    def seen(self, k: Tensor, v: Tensor) -> own_key.Seen | None:
         """What own_key.py read, if it was asked; k and v are as they came."""
         if self.vt is None or self.far_lse is not None:
             return None
@@ -172,9 +172,8 @@ def backward(
     if grad.stride() != out.stride():
         grad = torch.empty_like(out).copy_(grad)
     raw, more = kept.raw(k, v), {}
-    if (seen := kept.seen(*raw, call)) is not None and lse is not None:
-        far, near = own_key.backward(grad, q, seen, out, lse, call)
-        more = {"near": near, "finished": keys is None}
+    if (seen := kept.seen(*raw)) is not None and lse is not None:
+        far, more["near"] = own_key.backward(grad, q, seen, out, lse, call)
     elif kt is not None and vt is not None and far_lse is not None:
         far = flash_backward(
             grad[:, :, cut:], q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut],

@@ -85,8 +85,7 @@ def _share(p: Plan) -> int:
 
 def keys(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], dband: Tensor | None = None, own_v: Tensor | None = None,
-    other: int = 0,
+    of_keys: tuple[Any, ...], dband: Tensor | None, own_v: Tensor, other: int,
 ) -> None:  # fmt: skip
     """The pass over keys; `rows` are dO, log_mass to the base 2, delta and dlog_mass.
 
@@ -94,7 +93,7 @@ def keys(
     """
     c, banded = p.constants, dband is not None
     pairs = x.v if dband is None else _of(dband, GROUP)
-    tensors = _tensors(x, p, ready, rows, of_keys, pairs, own_v)
+    tensors = _tensors(x, p, ready, rows, of_keys, pairs, _of(own_v) if other else x.v)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
         launch = _keys(p, part, store=banded, banded=banded, other=other)
         launch(tensors, (*p.numbers(x.seed), *_blocks(p), 0))
@@ -111,7 +110,7 @@ def all_passes(
     two = c["E1"] > 0
     count = _share(p)
     pairs = _space(x.v, 1, count, _aligned(p.num_keys), _aligned(num_queries))
-    tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP))
+    tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), x.v)
     lengths = tensors[8]
     bm, bn = TO_QUERIES[:2]
     second = describe(ready.columns, bn, 16) if p.spread else x.v
@@ -144,7 +143,7 @@ def _aligned(length: int) -> int:
 
 def _tensors(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], pairs: Any, own_v: Tensor | None = None,
+    of_keys: tuple[Any, ...], pairs: Any, own_v: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _ = rows
     dk, dv, dcol, ds = of_keys
@@ -154,8 +153,7 @@ def _tensors(
     return (
         _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
-        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], x.v if own_v is None else _of(own_v),
-        ds[0],
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], own_v, ds[0],
     )  # fmt: skip
 
 

@@ -84,10 +84,14 @@ NO_OWN = (0,)
 def launch_of(
     p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
-    store: bool = False, own: tuple[int, ...] = NO_OWN,
+    store: bool = False, own: tuple[int, ...] = NO_OWN, most: int = 0,
 ) -> Launch:  # fmt: skip
-    """The kernel of this kind for the plan; `own` is what queries have for themselves."""
-    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store, own)
+    """The kernel of this kind for the plan.
+
+    `own`: whether queries have values (1) or keys, too (2), for themselves, and what else Triton
+    compiles for; `most`: how many blocks may say what of it is not finite.
+    """
+    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store, own, most)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -104,7 +108,7 @@ def launch_of(
     if kind == "forward":
         kernel: Any = triton_kernels.forward
         flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "INSIDE": inside, "SPREAD": spread}
-        flags |= {"MOST": own[-1], "FAST": 0}
+        flags |= {"MOST": most, "FAST": 0}
     else:
         kernel = triton_backward.backward_keys
         flags |= {

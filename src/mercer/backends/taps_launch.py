@@ -263,12 +263,12 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
     grad: Tensor, out: Tensor, lse: Tensor | None, scores: Tensor | None,
     far: tuple[Tensor, Tensor, Tensor] | None, call: Call,
-    near: tuple[Tensor, Tensor] | None = None, *, finished: bool = False,
+    near: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """`near`: shares and pulls of the nearest keys, which `far` has of queries, too.
-
-    `finished`: and of keys.
+    """`near`: shares and pulls of the nearest keys, whose gradients of queries, and of keys without
+    kernels, `far` has already.
     """
+    finished = near is not None and keys is None
     q, k, v, grad, out = (_readable(x) for x in (q, k, v, grad, out))
     batch, heads, length, width = q.shape
     cut, rule = call.cut, _rule(call)
@@ -314,7 +314,7 @@ def backward(
     own: tuple[Any, ...] = (
         "backward", *_kind(q), k.stride(), v.stride(), grad.stride(), out.stride(), far is None,
         far_q.stride(), far_k.stride(), far_v.stride(), _size(keys), _size(values), call,
-        near is None, finished,
+        near is None,
     )  # fmt: skip
     tensors = (
         q, k, v, wk, wv, grad, out, lse, blank, shares, pulls, far_q, far_k, far_v, dq, dk, dv,

@@ -183,9 +183,10 @@ def _keys_span(
             seen = _visible(
                 i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
             )
-        same = i[None, :] == j[:, None]
-        if MASK and OWN == 2:
-            seen = seen & ~same
+        if MASK and OWN > 0:
+            same = i[None, :] == j[:, None]
+            if OWN == 2:
+                seen = seen & ~same
         rate = 1.0
         if FORM == POLY:
             rate = scale0 * tl.exp2(-lse2 / PARAM0)[None, :]

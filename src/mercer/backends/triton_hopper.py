@@ -208,9 +208,9 @@ def _span(
             seen = _visible(
                 i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
             )
-            if OTHER > 0:
+            if OTHER == 1:
                 same = i[None, :] == j[:, None]
-            if OTHER == 2:
+            elif OTHER == 2:
                 seen = seen & (i[None, :] != j[:, None])
             e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)

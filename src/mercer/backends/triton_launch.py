@@ -51,24 +51,21 @@ class Own(NamedTuple):
     # weight of each such pair, and for the gradient of its score.
     also: tuple[Tensor, ...]
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        k, v, *_ = self.tensors
-        return (*k.stride()[:3], *v.stride()[:3])
 
-    @property
-    def kind(self) -> tuple[int, ...]:
-        """Whether there are keys, too (2), and what else Triton compiles for."""
-        starts = (x.data_ptr() % 16 for x in (self.k, self.v) if x is not None)
-        return 1 if self.k is None else 2, *starts, *self.strides
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.v if self.k is None else self.k, self.v, *self.also
+Places = tuple[int, ...]
 
 
-# Strides of what is not there.
-NO_STRIDES = (0,) * 6
+def _own(own: Own | None, blank: Tensor, count: int) -> tuple[tuple[Tensor, ...], Places, Places]:
+    """As the kernels take it: tensors, their strides, and how `launch_of` is told of it.
+
+    Where there is none, so many blanks, which nobody reads.
+    """
+    if own is None:
+        return (blank,) * count, (0,) * 6, NO_OWN
+    k, v = own.v if own.k is None else own.k, own.v
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    kind = (1 if own.k is None else 2, k.data_ptr() % 16, v.data_ptr() % 16, *strides)
+    return (k, v, *own.also), strides, kind
 
 
 def prepare(x: Inputs, static: Static, band: Tensor, inside: bool = False) -> Numbers:
@@ -199,17 +196,16 @@ def forward_of(
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = torch.empty_like(out) if keeps else lse.new_empty(0)
+    given, strides, kind = _own(own, lse, 3)
     blocks = 0 if own is None else own.also[0].shape[1]
     launch = launch_of(
-        p, "forward", parts=parts, inside=inside, low=low.numel() > 0,
-        own=NO_OWN if own is None else (*own.kind, room(blocks)),
+        p, "forward", parts=parts, inside=inside, low=low.numel() > 0, own=kind,
+        most=blocks and room(blocks),
     )  # fmt: skip
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    given = (lse, lse, lse) if own is None else own.tensors
     tensors = (*_tensors(x, ready, p, launch, "forward"), *targets, *given)
-    strides = NO_STRIDES if own is None else own.strides
     launch(tensors, (*p.numbers(x.seed), *strides, blocks))
     if parts > 1:
         rows = batch * heads * num_queries
@@ -327,16 +323,15 @@ def backward_of(
     grad_out, lse2, _, _ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
-    kind = NO_OWN if own is None else own.kind
+    given, strides, kind = _own(own, lse2, 4)
     launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low, own=kind)
-    given = (lse2,) * 4 if own is None else own.tensors
     c = launch.constants
     if c["TILED"]:
         dband = describe(dband, c["BM"], c["BN"])
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
          dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends, *given),
-        (*p.numbers(x.seed), *(NO_STRIDES if own is None else own.strides)),
+        (*p.numbers(x.seed), *strides),
     )  # fmt: skip
     _backward_keys(x, p, ready, rows, of_keys, add=not first, own=own)
 
@@ -350,10 +345,9 @@ def _backward_keys(
     grad_out, lse2, delta, _ = rows
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys
-    kind = NO_OWN if own is None else own.kind
+    (_, own_v, *_), strides, kind = _own(own, lse2, 2)
     if not add and hopper.takes(p, grad_out, dband is not None):
-        value = None if own is None else own.v
-        return hopper.keys(x, p, ready, rows, of_keys, dband, value, kind[0])
+        return hopper.keys(x, p, ready, rows, of_keys, dband, own_v, kind[0])
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
         launch = launch_of(
@@ -365,8 +359,8 @@ def _backward_keys(
             (*_tensors(x, ready, p, launch, "keys"),
              describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
              lse2, delta, delta if dband is None else describe(dband, c["BM"], c["BN"]),
-             dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1], lse2 if own is None else own.v),
-            (*p.numbers(x.seed), *(NO_STRIDES if own is None else own.strides)[3:]),
+             dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1], own_v),
+            (*p.numbers(x.seed), *strides[3:]),
         )  # fmt: skip
 
 
