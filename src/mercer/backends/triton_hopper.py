@@ -317,7 +317,9 @@ def _multiply(
         end = gl.maximum(end, begin)
         if WHOLE:
             sure_start = gl.maximum(sure_start - start + BLOCK - 1, 0) // BLOCK
-            sure_start = gl.minimum(gl.maximum(sure_start, begin), end)
+            # The first block has its mask, needed or not: where the first loop below has nothing to do,
+            # the ptxas of Triton 3.6 has the second read addresses that only the first has formed.
+            sure_start = gl.minimum(gl.maximum(sure_start, begin + 1), end)
             sure_stop = gl.minimum(gl.maximum(sure_stop - start, 0) // BLOCK, end)
             sure_stop = gl.maximum(sure_stop, sure_start)
             # The last keys are not a whole block: they need their mask throughout.
