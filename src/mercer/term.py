@@ -198,10 +198,10 @@ class Sloped(Factor):
     _row: Tensor | None
 
     def __init__(self, slope: Tensor, num_queries: int, num_keys: int) -> None:
-        places = _late(num_keys, slope.device, slope.dtype)
         self.q = slope.new_empty(1, slope.shape[0], num_queries, 0)
         self.k = slope.new_empty(1, 1, num_keys, 0)
-        self.scale, self.col, self.link = slope[:, None, None], places[None, None], None
+        self.scale, self.link = slope.view(-1, 1, 1), None
+        self.col = _late(num_keys, slope.device, slope.dtype)
         self._row = None
 
     @property
@@ -209,15 +209,15 @@ class Sloped(Factor):
         if self._row is None:
             assert isinstance(self.scale, Tensor)
             late = _late(self.q.shape[2], self.q.device, self.q.dtype)
-            self._row = -(self.scale[..., 0] * late)[None]
+            self._row = -(self.scale.view(1, -1, 1) * late)
         return self._row
 
 
 def _late(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Places, counted from the last."""
+    """Places, counted from the last, [1, 1, T]."""
 
     def make() -> Tensor:
-        return torch.arange(1 - length, 1, device=device, dtype=dtype)
+        return torch.arange(1 - length, 1, device=device, dtype=dtype)[None, None]
 
     return constant(("late", length, dtype), device, make)
 

@@ -108,10 +108,10 @@ def run(task: Task) -> Smoothed:
     for f in slots:
         number, mode, scale, log = 1.0, 0, none, NO_LOG
         if isinstance(f, Steered) and not compiling:
-            by = f.x.to(task.v.dtype).expand(-1, task.heads, -1, -1)
-            mode = 2
+            x = f.x.to(task.v.dtype)
+            mode, by = 2, _expanded(x, x.shape[0], task.heads, *x.shape[2:])
             scale = _Steer.apply(by, f.w.float(), f.base.log.float(), _bend(f.base), f.reach)
-            scale = scale.expand(shape)
+            scale = _expanded(scale, *shape)
         elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
             mode, scale, log = 1, f.given.log.float(), _bend(f.given)
         elif not isinstance(f.scale, Tensor):
@@ -162,7 +162,8 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool) -> tuple[Bias, i
     if bias is None:
         return Bias(), -1
     if isinstance(bias, Scored) and bias.clip > 0:
-        asking = bias.q.to(task.v.dtype).expand(task.batch, -1, -1, -1)
+        asking = bias.q.to(task.v.dtype)
+        asking = _expanded(asking, task.batch, *asking.shape[1:])
         rows = bias.past() if sided else bias.rows
         rows = rows if rows.dtype == task.v.dtype else rows.float()
         return Bias(asking=asking, rows=rows), bias.clip
@@ -175,6 +176,11 @@ def _bend(scale: LogScale) -> Log:
     if scale.bounds is None:
         return (1, scale.offset, 0.0, 0.0, BEND)
     return (2, scale.offset, scale.bounds[0] + BEND, scale.bounds[1] - BEND, BEND)
+
+
+def _expanded(x: Tensor, *shape: int) -> Tensor:
+    """x of that shape: a view, which has a step backward of its own, only where it must be one."""
+    return x if x.shape == shape else x.expand(shape)
 
 
 def _full(row: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -269,7 +275,8 @@ def _joined(target: Factor, f: Factor) -> Factor:
     for scale, divide in ((f.scale, False), (target.scale, True)):
         if isinstance(scale, Tensor):
             factor = scale.reshape(1, -1, 1)
-            col = repeat(col, col.shape[0], max(col.shape[1], factor.shape[1]))
+            if col.shape[1] > 1 and factor.shape[1] > 1:
+                col = repeat(col, col.shape[0], max(col.shape[1], factor.shape[1]))
             col = col / factor if divide else col * factor
         else:
             col = col / scale if divide else col * scale
