@@ -93,6 +93,22 @@ def test_groups_give_what_the_other_pass_gives(name, dtype, monkeypatch):
         assert error <= 1.1 * usual + 1e-4 * size, f"{what}: {error:.2e}, other {usual:.2e}"
 
 
+@pytest.mark.parametrize("name", ["rbf", "wide-cross", "wide-window", "adaptive"])
+def test_gradients_of_queries_come_from_programs_of_either_size(name, monkeypatch):
+    got, _, want, _ = run(name, torch.bfloat16, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(triton_plan, "_plans", {})
+    monkeypatch.setattr(tapes, "enabled", False)
+    monkeypatch.setattr(hopper, "SHORT", 0)
+    large, *_ = run(name, torch.bfloat16, monkeypatch)
+    for what in got:
+        if what.startswith("gradient of q"):
+            error, usual = ((y[what].double() - want[what]).norm().item() for y in (large, got))
+            assert error <= 1.1 * usual + 1e-4 * want[what].norm().item(), what
+        else:
+            assert torch.allclose(large[what], got[what], rtol=1e-3, atol=1e-5), what
+
+
 @pytest.mark.parametrize("name", ["rbf", "two-parts", "adaptive"])
 def test_heads_take_turns_where_pairs_are_many(name, monkeypatch):
     got, *_ = run(name, torch.bfloat16, monkeypatch)

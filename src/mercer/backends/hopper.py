@@ -30,8 +30,10 @@ LEAST = 3
 # With so many blocks of keys for each processor, programs may take them head by head: the last ones
 # are a small part then. With fewer, the longest come first.
 ROUNDS = 16
-# How the kernels that read it are cut: (queries, keys, warps, stages).
-TO_QUERIES, TO_KEYS = (128, 64, 8, 4), (64, 128, 8, 4)
+# How the kernels that read it are cut: (queries, keys, warps, stages). Of one slot, smaller programs
+# are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
+TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
+TO_KEYS = (64, 128, 8, 4)
 
 
 # Gluon, the language they are in, changes with every Triton: those that they were run with. They
@@ -112,7 +114,7 @@ def all_passes(
     pairs = _space(x.v, 1, count, _aligned(p.num_keys), _aligned(num_queries))
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), x.v)
     lengths = tensors[8]
-    bm, bn = TO_QUERIES[:2]
+    bm, bn, *_ = _to_queries(p)
     second = describe(ready.columns, bn, 16) if p.spread else x.v
     to_queries = (
         describe(pairs, bn, bm), describe(x.k[0], bn, c["E0"]),
@@ -131,6 +133,12 @@ def all_passes(
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
+
+
+def _to_queries(p: Plan) -> tuple[int, int, int, int]:
+    ((_, left, *_),) = p.static.filter
+    seen = p.num_keys if left < 0 else min(p.num_keys, left + 1)
+    return TO_SHORT if seen <= SHORT and not p.constants["E1"] else TO_QUERIES
 
 
 def _space(like: Tensor, *shape: int) -> Tensor:
@@ -206,7 +214,7 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     c, slot = p.constants, p.static.slots[0]
     flags = {"TOKENS": p.static.tokens}
     if name == "stored_to_queries":
-        bm, bn, warps, stages = TO_QUERIES
+        bm, bn, warps, stages = _to_queries(p)
         names: tuple[str, ...] = ("E0", "E1", "MODE0", "LOG0", "HAS_COL0", "FILTER")
         blocks = -(-p.static.shape[2] // bm)
         flags = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse} | flags
