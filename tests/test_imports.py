@@ -19,7 +19,7 @@ ORDER = [
     ("kernels", "backends"),
     ("rules",),
     ("dispatch",),
-    ("problem",),
+    ("problem", "recall"),
     ("smoother", "nearest"),
     ("explain", "vicinity"),
     ("nn",),

@@ -77,7 +77,7 @@ def explain(
 
 def width(term: Term) -> int:
     """Features of the dot products, numbers per key included."""
-    return sum(f.q.shape[-1] + f.keyed for f in term.factors)
+    return sum(f.width + f.keyed for f in term.factors)
 
 
 def describe(term: Term) -> str:
@@ -95,7 +95,7 @@ def describe(term: Term) -> str:
 
 
 def _dot(factors: list[Factor]) -> str:
-    widths = " + ".join(str(f.q.shape[-1]) for f in factors if f.q.shape[-1])
+    widths = " + ".join(str(f.width) for f in factors if f.width)
     keyed = sum(f.keyed for f in factors)
     parts = [f"a dot product of {widths} features"] if widths else []
     if keyed:

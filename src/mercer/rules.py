@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .backends import Task, sdpa
 from .links import Power
+from .sinusoids import Turned
 from .term import Apart, Factor, LogScale, Scored, Sloped, Steered, Term, accumulator
 
 PATH = Path(__file__).with_name("rules.json")
@@ -117,7 +118,7 @@ def describe(tasks: tuple[Task, ...]) -> Call:
         log_mass=task.log_mass,
         queries=task.num_queries,
         keys=task.num_keys,
-        features=max([0, *(f.q.shape[-1] for task in tasks for f in task.term.factors)]),
+        features=max([0, *(f.width for task in tasks for f in task.term.factors)]),
         values=task.v.shape[-1],
         mask=sdpa.mask_elements(task),
     )
@@ -125,7 +126,7 @@ def describe(tasks: tuple[Task, ...]) -> Call:
 
 def kind_of(term: Term) -> str:
     """What a backend has to compute for a term, one of KINDS."""
-    wide = [f for f in term.factors if f.q.shape[-1]]
+    wide = [f for f in term.factors if f.width]
     if term.links:
         if len(wide) != 1 or len(term.factors) != 1 or term.biases:
             return "mixed"
@@ -146,7 +147,7 @@ def _learns(task: Task) -> bool:
     tensors += [bias.q, bias.source] if isinstance(bias, Scored) else [task.term.table]
     for f in task.term.factors:
         # What is formed when asked for is not formed for this.
-        tensors += [f.q, f.k, *_parts_of_scale(f)]
+        tensors += [f.c] if isinstance(f, Turned) else [f.q, f.k, *_parts_of_scale(f)]
         # The numbers of a distance are made of these.
         tensors += [] if isinstance(f, Apart | Sloped) else [f.row, f.col]
     return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)

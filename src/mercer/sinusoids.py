@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .constants import constant
 from .operators import fake, operator
-from .term import accumulator
+from .term import Factor, accumulator
 
 # What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
 # has it says so.
@@ -96,17 +97,67 @@ def waves(places: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[
     return sin, cos
 
 
-def turned(c: Tensor, base: float) -> Tensor:
-    """(s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side.
+class Turned(Factor):
+    """<c_i turned by its place, sinusoids of j>: sin(i - j) and cos(i - j) by the angle sums.
+
+    Places are counted from the last key: only differences matter, and recent ones matter most. Both
+    parts are formed when somebody asks for them.
+    """
+
+    c: Tensor  # [B, H, Q, P]
+    base: float
+    _q: Tensor | None
+
+    def __init__(self, *, c: Tensor, base: float, num_keys: int) -> None:
+        self.c, self.base, self.num_keys = c, base, num_keys
+        self.scale, self.row, self.col, self.link = 1.0, None, None, None
+        self._q = None
+
+    @property
+    def width(self) -> int:
+        return self.c.shape[-1]
+
+    @property
+    def q(self) -> Tensor:  # type: ignore[override]
+        if self._q is None:
+            self._q = turned(self.c, self.base)
+        return self._q
+
+    @property
+    def k(self) -> Tensor:  # type: ignore[override]
+        return self.forming_k(accumulator(self.c.dtype))()
+
+    def forming_k(self, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """What forms them, in the accumulator's dtype, and rounds them to this one."""
+        wide, device = accumulator(self.c.dtype), self.c.device
+        return partial(waves_of_keys, self.num_keys, self.width, self.base, wide, dtype, device)
+
+
+def waves_of_keys(
+    num_keys: int, width: int, base: float, wide: torch.dtype, dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Cosines and sines of the places of keys, [1, 1, K, P], formed in one dtype for another."""
+
+    def make() -> Tensor:
+        sin, cos = waves(torch.arange(1 - num_keys, 1, device=device), width, base, wide)
+        return torch.stack([cos, sin], -1).flatten(-2)[None, None].to(dtype)
+
+    return constant(("waves of keys", num_keys, width, base, wide, dtype), device, make)
+
+
+def turned(c: Tensor, base: float, scale: float = 1.0) -> Tensor:
+    """scale (s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side.
 
     c are [B, H, T, P]; places are counted from the last.
     """
     length, width, dtype = c.shape[2], c.shape[-1], accumulator(c.dtype)
 
     def make() -> Tensor:
-        return sinusoid(torch.arange(1 - length, 1, device=c.device), width, base, dtype)
+        both = sinusoid(torch.arange(1 - length, 1, device=c.device), width, base, dtype)
+        return both if scale == 1.0 else scale * both
 
-    both = constant(("sinusoids", length, width, base, dtype), c.device, make)
+    both = constant(("sinusoids", length, width, base, dtype, scale), c.device, make)
     faster = TURNS.get(c.device.type)
     if faster and c.dtype.itemsize == 2 and not torch.compiler.is_compiling():
         out = faster(c, both)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,28 @@ from .constants import constant
 from .spec import Spec
 
 
+class Formed(NamedTuple):
+    """A tensor as a function of others, which depends on nothing else."""
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+
+
+class Again(NamedTuple):
+    """How a backend ran a term, if that was one function: function(options, *tensors)."""
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    options: Any
+    tensors: tuple[Tensor | Formed | None, ...]
+
+
 class Smoothed(NamedTuple):
     """What a backend returns for a term, and what mixes terms, splits of the keys and caches."""
 
     out: Tensor  # [B, H, Q, V]
     log_mass: Tensor | None  # [B, H, Q], the log of the absolute denominator
     sign: Tensor | None = None  # [B, H, Q], its sign where weights may be negative
+    again: Again | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,11 @@ class Factor:
     row: Tensor | None = None  # [B, H, Q]
     col: Tensor | None = None  # [B, H, K]
     link: Link | None = None
+
+    @property
+    def width(self) -> int:
+        """How many features it has."""
+        return self.q.shape[-1]
 
     @property
     def keyed(self) -> bool:
@@ -195,25 +216,25 @@ class Sloped(Factor):
     What depends on the query is formed when somebody asks for it.
     """
 
+    slope: Tensor  # [H]
     _row: Tensor | None
 
     def __init__(self, slope: Tensor, num_queries: int, num_keys: int) -> None:
         self.q = slope.new_empty(1, slope.shape[0], num_queries, 0)
         self.k = slope.new_empty(1, 1, num_keys, 0)
-        self.scale, self.link = slope.view(-1, 1, 1), None
-        self.col = _late(num_keys, slope.device, slope.dtype)
+        self.slope, self.scale, self.link = slope, slope.view(-1, 1, 1), None
+        self.col = late(num_keys, slope.device, slope.dtype)
         self._row = None
 
     @property
     def row(self) -> Tensor:  # type: ignore[override]
         if self._row is None:
-            assert isinstance(self.scale, Tensor)
-            late = _late(self.q.shape[2], self.q.device, self.q.dtype)
-            self._row = -(self.scale.view(1, -1, 1) * late)
+            places = late(self.q.shape[2], self.q.device, self.q.dtype)
+            self._row = -(self.slope.view(1, -1, 1) * places)
         return self._row
 
 
-def _late(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def late(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Places, counted from the last, [1, 1, T]."""
 
     def make() -> Tensor:
@@ -260,8 +281,9 @@ class Scored(Relative):
     def __init__(
         self, *, q: Tensor, rows: Tensor | None = None, clip: int = 0,
         form: Callable[[int], Tensor] | None = None, source: Tensor | None = None,
+        formed: Formed | None = None,
     ) -> None:  # fmt: skip
-        self.q, self._rows, self._form = q, rows, form
+        self.q, self._rows, self._form, self.formed = q, rows, form, formed
         self._table: Tensor | None = None
         self._clip = clip if rows is None else (rows.shape[-2] - 1) // 2
         # What the rows are learned by.

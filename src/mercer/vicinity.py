@@ -329,7 +329,8 @@ class Vicinity:
         # Without the last keys, a query stands beside the last one that it sees: causal again,
         # which more backends know than a gap.
         blind = max(0, short.q.length - short.k.length)
-        out, log_mass, sign = solve(replace(short, q=_slice(short.q, slice(blind, None))), backend)
+        rest = solve(replace(short, q=_slice(short.q, slice(blind, None))), backend)
+        out, log_mass, sign, _ = rest
         assert log_mass is not None
         return Smoothed(
             F.pad(out, (0, 0, blind, 0)),

@@ -30,7 +30,7 @@ LEAST = 3
 # With so many blocks of keys for each processor, programs may take them head by head: the last ones
 # are a small part then. With fewer, the longest come first.
 ROUNDS = 16
-# How the kernels that read it are cut: (queries, keys, warps, stages). Of one slot, smaller programs
+# How the kernels that read it are cut: (queries, keys, warps, stages). With one slot, smaller ones
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
 TO_KEYS = (64, 128, 8, 4)

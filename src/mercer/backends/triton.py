@@ -9,6 +9,7 @@ The kernels are in triton_kernels.py and triton_backward.py, in one opaque opera
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,18 +18,22 @@ from torch import Tensor
 
 from ..links import Matern12, Matern32, Matern52, Power, Rational
 from ..operators import fake, learns, operator
-from ..sinusoids import TURNS
+from ..sinusoids import TURNS, Turned, turned
 from ..term import (
     BEND,
+    Again,
     Apart,
     Factor,
+    Formed,
     Link,
     LogScale,
     Scored,
+    Sloped,
     Smoothed,
     Steered,
     Term,
     join,
+    late,
     repeat,
 )
 from . import Task, bands, triton_launch, triton_plan
@@ -98,20 +103,19 @@ def _unavailable(device: str) -> str | None:
 
 
 def run(task: Task) -> Smoothed:
-    slots = _slots(task.term, task.v.dtype)
+    learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    formed: Forms = None if compiling else {}
+    slots = _slots(task.term, task.v.dtype, formed)
     rule = task.clauses
     assert not isinstance(rule, str)
     none = task.v.new_empty(0, dtype=torch.float32)
     shape = (task.batch, task.heads, task.num_queries)
-    learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     scales, rows, cols, facts = [], [], [], []
     for f in slots:
         number, mode, scale, log = 1.0, 0, none, NO_LOG
         if isinstance(f, Steered) and not compiling:
-            x = f.x.to(task.v.dtype)
-            mode, by = 2, _expanded(x, x.shape[0], task.heads, *x.shape[2:])
-            scale = _Steer.apply(by, f.w.float(), f.base.log.float(), _bend(f.base), f.reach)
-            scale = _expanded(scale, *shape)
+            form = partial(_steered, task.v.dtype, shape, _bend(f.base), f.reach)
+            mode, scale = 2, _form(formed, form, f.x, f.w, f.base.log)
         elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
             mode, scale, log = 1, f.given.log.float(), _bend(f.given)
         elif not isinstance(f.scale, Tensor):
@@ -133,7 +137,7 @@ def run(task: Task) -> Smoothed:
         keys = learns and f.k.requires_grad
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys))
     dtype = task.v.dtype
-    bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers))
+    bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers), formed)
     q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols)
     trains = learns and any(x is not None and x.requires_grad for x in (*given, *bias))
@@ -145,15 +149,32 @@ def run(task: Task) -> Smoothed:
         out, lse, _, _ = fused(
             list(given), *bias, rule.lengths, rule.ids, task.seed, static.text(), static.sizes()
         )
+        again = None
     else:
-        out, lse = _Fused.apply(static, rule.lengths, rule.ids, task.seed, *bias, *given)
+        assert formed is not None
+        tensors = (rule.lengths, rule.ids, task.seed, *bias, *given)
+        again = Again(_Fused.apply, static, tuple(formed.get(id(x), x) for x in tensors))
+        out, lse = _Fused.apply(static, *tensors)
     if task.log_mass:
         for f in task.term.factors:
-            lse = lse if f.link is not None or f.row is None else lse + f.row
-    return Smoothed(out, lse)
+            if f.link is None and f.row is not None:
+                lse, again = lse + f.row, None
+    return Smoothed(out, lse, again=again)
 
 
-def _bias(task: Task, shape: tuple[int, int, int], sided: bool) -> tuple[Bias, int]:
+# How tensors were formed that a term does not have itself, by their ids; None in compiled graphs.
+Forms = dict[int, Formed] | None
+
+
+def _form(formed: Forms, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors), with a note of it."""
+    found = function(*tensors)
+    if formed is not None:
+        formed[id(found)] = Formed(function, tensors)
+    return found
+
+
+def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -> tuple[Bias, int]:
     """The term's table, or what it is the product of, and how far it reaches; -1 for none.
 
     `sided`: no key comes after its query.
@@ -166,6 +187,8 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool) -> tuple[Bias, i
         asking = _expanded(asking, task.batch, *asking.shape[1:])
         rows = bias.past() if sided else bias.rows
         rows = rows if rows.dtype == task.v.dtype else rows.float()
+        if bias.formed is not None and formed is not None and rows is bias.rows:
+            formed[id(rows)] = bias.formed
         return Bias(asking=asking, rows=rows), bias.clip
     table = _at_least_one(bias.table.float())
     return Bias(table=table.expand(-1, *shape[1:], -1)), table.shape[-1] // 2
@@ -208,26 +231,26 @@ class Joined(Apart):
 def _parts(term: Term) -> tuple[list[Factor], list[Factor], list[Factor]]:
     """Plain factors with features, plain ones with a number per key alone, and linked ones."""
     linked = [f for f in term.factors if f.link is not None]
-    plain = [f for f in term.factors if f.link is None and f.q.shape[-1]]
-    bare = [f for f in term.factors if f.link is None and not f.q.shape[-1]]
+    plain = [f for f in term.factors if f.link is None and f.width]
+    bare = [f for f in term.factors if f.link is None and not f.width]
     return plain, bare, linked
 
 
 def _widths(term: Term) -> list[int] | str:
     """The features of each slot, or why there are too many slots."""
     plain, bare, linked = _parts(term)
-    widths = [f.q.shape[-1] for f in plain]
+    widths = [f.width for f in plain]
     if len(plain) + len(linked) > 2 and len(plain) > 1:
         if any(f.per_query and f.keyed for f in plain):
             return "a bandwidth of each query cannot join other factors"
         plain, widths = plain[:1], [sum(widths)]
     if bare and not any(_joinable(f) for f in plain):
         widths.append(16)
-    widths += [f.q.shape[-1] for f in linked]
+    widths += [f.width for f in linked]
     return widths if len(widths) <= 2 else "it takes two factors at most"
 
 
-def _slots(term: Term, dtype: torch.dtype) -> list[Factor]:
+def _slots(term: Term, dtype: torch.dtype, formed: Forms) -> list[Factor]:
     """One or two factors with features."""
     plain, bare, linked = _parts(term)
     if len(plain) + len(linked) > 2 and len(plain) > 1:
@@ -239,14 +262,24 @@ def _slots(term: Term, dtype: torch.dtype) -> list[Factor]:
             zeros = [x.new_zeros(*x.shape[:3], 16, dtype=dtype) for x in (f.q, f.k)]
             plain.append(Factor(q=zeros[0], k=zeros[1]))
             target = len(plain) - 1
-        plain[target] = _joined(plain[target], f)
+        plain[target] = _joined(plain[target], f, formed)
     if len(plain) == 2 and all(_mergeable(f) for f in plain):
         # Two plain products with numbers for scales are one, over two parts.
         first, second = plain
+        assert not isinstance(first.scale, Tensor)
+        assert not isinstance(second.scale, Tensor)
         ratio = second.scale / first.scale
-        q = second.q if ratio == 1.0 else (second.q.float() * ratio).to(dtype)
-        plain[1] = Factor(q=q, k=second.k, scale=first.scale)
+        if isinstance(second, Turned):
+            q = _form(formed, partial(_turned_by, second.base, ratio, dtype), second.c)
+            k = _form(formed, second.forming_k(dtype))
+        else:
+            q, k = second.q if ratio == 1.0 else (second.q.float() * ratio).to(dtype), second.k
+        plain[1] = Factor(q=q, k=k, scale=first.scale)
     return plain + linked
+
+
+def _turned_by(base: float, ratio: float, dtype: torch.dtype, c: Tensor) -> Tensor:
+    return turned(c, base, ratio).to(dtype)
 
 
 def _joinable(f: Factor) -> bool:
@@ -264,13 +297,16 @@ def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:
     merged = Factor(q=q, k=join([f.k.to(dtype) for f in factors]))
     for f in factors:
         if f.col is not None:
-            merged = _joined(merged, f)
+            merged = _joined(merged, f, None)
     return merged
 
 
-def _joined(target: Factor, f: Factor) -> Factor:
+def _joined(target: Factor, f: Factor, formed: Forms) -> Factor:
     """The number per key of f as one of the target: scale_f col_f / scale_target."""
     assert f.col is not None
+    if isinstance(f, Sloped) and not isinstance(target.scale, Tensor) and not target.keyed:
+        col = _form(formed, partial(_slopes, f.k.shape[2], target.scale), f.slope)
+        return Factor(q=target.q, k=target.k, scale=target.scale, row=target.row, col=col)
     col = f.col.float()
     for scale, divide in ((f.scale, False), (target.scale, True)):
         if isinstance(scale, Tensor):
@@ -285,6 +321,22 @@ def _joined(target: Factor, f: Factor) -> Factor:
     if target.col is not None:
         col = add(col, target.col.float())
     return Factor(q=target.q, k=target.k, scale=target.scale, row=target.row, col=col)
+
+
+def _slopes(num_keys: int, scale: float, slope: Tensor) -> Tensor:
+    """What slopes give each key, in units of a scale, [1, H, K]."""
+    slope = slope.float()
+    return late(num_keys, slope.device, slope.dtype) * (slope.view(1, -1, 1) / scale)
+
+
+def _steered(
+    dtype: torch.dtype, shape: tuple[int, int, int], bend: Log, reach: float, x: Tensor, w: Tensor,
+    log: Tensor,
+) -> Tensor:  # fmt: skip
+    """The scale of every query."""
+    x = x.to(dtype)
+    x = _expanded(x, x.shape[0], shape[1], *x.shape[2:])
+    return _expanded(_Steer.apply(x, w.float(), log.float(), bend, reach), *shape)
 
 
 class _Steer(torch.autograd.Function):

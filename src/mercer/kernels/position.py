@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..constants import constant
 from ..features import Features, Input
-from ..sinusoids import run_of_sinusoids, turned, waves
-from ..term import Factor, Relative, Scored, Slope, Term, accumulator
+from ..sinusoids import Turned, run_of_sinusoids, waves
+from ..term import Formed, Relative, Scored, Slope, Term, accumulator
 from .base import Kernel
 
 
@@ -78,13 +78,19 @@ class Lookup(Positional):
                 f"the table has {self.table.shape[0]} heads, but the queries have {q.shape[1]}"
             )
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        rows = scale * self.table.to(accumulator(q.dtype))
-        return Scored(q=q, rows=rows if rows.dim() == 3 else rows[None])
+        form = partial(_scaled_rows, scale, accumulator(q.dtype))
+        return Scored(q=q, rows=form(self.table), formed=Formed(form, (self.table,)))
 
     @property
     def formula(self) -> str:
         scale = "/ sqrt(D)" if self.scale is None else f"* {self.scale:g}"
         return f"exp(<{'q' if self.on == 'content' else f'q.{self.on}'}, a(i-j)> {scale})"
+
+
+def _scaled_rows(scale: float, dtype: torch.dtype, table: Tensor) -> Tensor:
+    """[1 or H, 2c + 1, D]."""
+    rows = scale * table.to(dtype)
+    return rows if rows.dim() == 3 else rows[None]
 
 
 # More sinusoids than these are more features than a fused kernel takes. On these devices they
@@ -137,21 +143,8 @@ class RelativeSinusoid(Positional):
         num_keys = Features.of(k).length
         if (scored := self._scored(q, num_keys)) is not None:
             return (Term(biases=(scored,)),)
-        # sin(i - j) and cos(i - j) by the angle sums: features of i times features of j
-        c = self.coefficients(q)
-        # Counted from the last key: only differences matter, and recent ones matter most.
-        keys = self._keys(num_keys, c.shape[-1], accumulator(c.dtype), c.device)
-        return (Term(factors=(Factor(q=turned(c, self.base), k=keys),)),)
-
-    def _keys(self, num_keys: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Cosines and sines of the places of keys, [1, 1, K, P]."""
-
-        def make() -> Tensor:
-            j = torch.arange(1 - num_keys, 1, device=device)
-            sin, cos = waves(j, width, self.base, dtype)
-            return torch.stack([cos, sin], -1).flatten(-2)[None, None]
-
-        return constant(("waves of keys", num_keys, width, self.base, dtype), device, make)
+        turned = Turned(c=self.coefficients(q), base=self.base, num_keys=num_keys)
+        return (Term(factors=(turned,)),)
 
     def _scored(self, q: Input, num_keys: int) -> Scored | None:
         """<x_i, weight sinusoid(d)> of every distance d, where that is better than features."""
