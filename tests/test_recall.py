@@ -40,8 +40,8 @@ def given(dtype=torch.float32, **options):
 CAUSAL = mc.Causal()
 
 
-def key(kernel, q, k, v, filter=CAUSAL, backend="auto", log_mass=False):
-    call = recall.look(kernel, q, k, v, filter, backend, log_mass=log_mass)
+def key(kernel, q, k, v, filter=CAUSAL, *options, more=()):
+    call = recall.look(kernel, q, k, v, filter, *options, more=more)
     return None if call is None else call.key
 
 
@@ -55,7 +55,7 @@ def test_calls_that_differ_in_anything_but_numbers_are_told_apart():
         "window": (*alone, mc.Window(2, 0)),
         "longer window": (*alone, mc.Window(3, 0)),
         "backend": (*alone, mc.Causal(), "triton"),
-        "log_mass": (*alone, mc.Causal(), "auto", True),
+        "log_mass": (*alone, mc.Causal(), "triton", True),
         "length": (kernel, q[:, :, :2], k, v),
         "layout": (kernel, wide, k, v),
         "dtype": (kernel, q.half(), k.half(), v.half()),
@@ -77,6 +77,8 @@ def test_calls_that_differ_in_anything_but_numbers_are_told_apart():
     with torch.no_grad():
         assert key(*alone) != keys["itself"]
     assert key(kernel, *given()) == keys["itself"]
+    more = {key(*alone, more=taps) for taps in ((None, v), (v, None), (v, k), (None, None))}
+    assert len(more) == 4
 
 
 def test_a_kernel_that_was_changed_is_another():
@@ -111,7 +113,8 @@ def test_what_is_not_known_to_be_safe_is_not_kept():
     kernel = mc.RBF(1.0)
     assert key(kernel, q, k, v, mc.Padding([2])) is None
     assert key(kernel, q, k, v, mc.Causal() & mc.Window(1, 0)) is None
-    assert key(kernel, q, k, v, backend=["triton"]) is None
+    assert key(kernel, q, k, v, mc.Causal(), ["triton"]) is None
+    assert key(kernel, q, k, v, more=("taps",)) is None
     assert key(kernel, q.as_subclass(Subclass), k, v) is None
     assert key(kernel, "q", k, v) is None
     assert key(kernel, q, k, "v") is None
@@ -256,3 +259,35 @@ def test_a_gaussian_layer_is_kept(adaptive):
     layer.backend = "triton"
     error = (layer(x) - wanted).float().norm() / wanted.float().norm()
     assert error < (2e-2 if CUDA else 1e-5)
+
+
+@fused
+@pytest.mark.parametrize("on", ["v", "kv"])
+def test_a_vicinity_is_kept(on, monkeypatch):
+    device = torch.device("cuda" if CUDA else "cpu")
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    kernels = mn.TokenKernels(50, 3, on=on).to(device)
+    ids = torch.randint(50, (2, 40), device=device)
+
+    def run(x, **options):
+        taps = kernels(ids)
+        out = mc.vicinity(
+            *x.unbind(), key_taps=taps.keys, value_taps=taps.values,
+            normalize=kernels.temperature, **options,
+        )  # fmt: skip
+        return out, *torch.autograd.grad(out.float().square().sum(), [x, kernels.weight])
+
+    for _ in range(4):
+        with torch.no_grad():
+            kernels.weight.normal_()
+        x = torch.randn(3, 2, 2, 40, 16, device=device, dtype=dtype, requires_grad=True)
+        found = run(x)
+        with monkeypatch.context() as off:
+            off.setattr(tapes, "enabled", False)
+            wanted = run(x)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert [type(x) for x in recall._known.values()] == [recall.Recipe]
+    other = run(x, boundary="left")[0]
+    assert not torch.equal(other, found[0])
+    with pytest.raises(ValueError, match="boundary"):
+        run(x, boundary="right")

@@ -1,4 +1,4 @@
-"""Calls of `smooth` that came before: told by what decides them, they are not worked out again.
+"""Calls that came before: told by what decides them, they are not worked out again.
 
 What a call must be checked for, how its kernel is lowered and which backend runs follow from the
 attributes of the kernel, from the filter, and from shapes, dtypes and devices of tensors. To work
@@ -40,6 +40,8 @@ from .kernels import (
 )
 from .term import Again, Formed
 
+Option = str | float | None
+OPTIONS = frozenset({str, float, int, bool, type(None)})
 PLAIN = frozenset({Tensor, nn.Parameter})
 # What every module has; of that, only tensors and modules matter.
 COMMON = frozenset(nn.Module().__dict__)
@@ -68,13 +70,13 @@ class Call(NamedTuple):
 class Recipe(NamedTuple):
     """The function that a call ran, and where its tensors come from."""
 
-    function: Callable[..., tuple[Tensor, Tensor]]
+    function: Callable[..., Any]
     options: Any
     sources: tuple[Source | None, ...]
     held: list[object]
 
-    def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """(out, log_mass)."""
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """What the function gives."""
         given = [None if source is None else source(tensors) for source in self.sources]
         return self.function(self.options, *given)
 
@@ -87,24 +89,30 @@ Reader = Callable[[Any, list[Any], list[Any], list[object]], bool]
 
 
 def look(
-    kernel: Kernel, q: Input, k: Input, v: Tensor, filter: Filter, backend: str, *, log_mass: bool
-) -> Call | None:
-    """The call, if it is of a kind that can be kept; nothing is checked yet."""
+    kernel: Kernel, q: Input, k: Input, v: Tensor, filter: Filter, *options: Option,
+    more: tuple[Tensor | None, ...] = (),
+) -> Call | None:  # fmt: skip
+    """The call, if it is of a kind that can be kept; nothing is checked yet.
+
+    `more`: tensors besides queries, keys and values.
+    """
     if type(v) not in PLAIN or not (v.is_cuda or INTERPRETED) or type(filter) not in PATTERNS:
         return None
-    off = torch.compiler.is_compiling() or not tapes.enabled or type(backend) is not str
+    off = torch.compiler.is_compiling() or not tapes.enabled
     if off or torch.is_autocast_enabled(v.device.type):
         return None
-    facts: list[Any] = [backend, log_mass, torch.is_grad_enabled(), filter]
-    tensors: list[Any] = []
-    for x in (q, k):
-        if type(x) is Features:
-            facts.append(tuple(x))
-            tensors += x.tensors()
+    if not OPTIONS.issuperset(map(type, options)):
+        return None
+    facts: list[Any] = [torch.is_grad_enabled(), filter, *options]
+    facts += [x is None for x in more]
+    tensors: list[Any] = [v, *[x for x in more if x is not None]]
+    for features in (q, k):
+        if type(features) is Features:
+            facts.append(tuple(features))
+            tensors += features.tensors()
         else:
             facts.append(None)
-            tensors.append(x)
-    tensors.append(v)
+            tensors.append(features)
     held: list[object] = []
     if not read(kernel, facts, tensors, held):
         return None

@@ -68,7 +68,7 @@ def smooth(
     """
     call = None
     if not dropout_p:
-        call = recall.look(kernel, q, k, v, filter, backend, log_mass=return_log_mass)
+        call = recall.look(kernel, q, k, v, filter, "smooth", backend, return_log_mass)
     if call is not None and (known := recall.find(call)) is not None:
         out, log_mass = known(call.tensors)
         return (out, log_mass) if return_log_mass else out

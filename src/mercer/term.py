@@ -32,9 +32,9 @@ class Formed(NamedTuple):
 
 
 class Again(NamedTuple):
-    """How a backend ran a term, if that was one function: function(options, *tensors)."""
+    """How a call ran, if that was one function: function(options, *tensors)."""
 
-    function: Callable[..., tuple[Tensor, Tensor]]
+    function: Callable[..., Any]
     options: Any
     tensors: tuple[Tensor | Formed | None, ...]
 

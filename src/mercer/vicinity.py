@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import recall
 from .backends import fused_taps
 from .backends.plain_taps import Call
 from .dispatch import choose
@@ -53,7 +54,7 @@ from .taps import (
     joined,
     visible,
 )
-from .term import Smoothed, mix, repeat
+from .term import Again, Smoothed, mix, repeat
 
 
 @overload
@@ -98,17 +99,27 @@ def vicinity(
         boundary: which taps a query sees near itself: none, left, truncate or shrink.
         kernel, filter, backend, dropout_p, return_log_mass: as in `smooth`.
     """
+    call = None
+    if not (dropout_p or return_log_mass):
+        options, taps = ("vicinity", backend, boundary, normalize), (key_taps, value_taps)
+        call = recall.look(kernel, q, k, v, filter, *options, more=taps)
+    if call is not None and (known := recall.find(call)) is not None:
+        out: Tensor | None = known(call.tensors)
+        if out is not None:
+            return out
     problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
     check_boundary(boundary)
     check_temperature("normalize", normalize)
-    for name, taps in (("key_taps", key_taps), ("value_taps", value_taps)):
-        _check_taps(name, taps, problem)
-    call = Vicinity(problem, key_taps, value_taps, normalize, boundary)
+    for name, given in (("key_taps", key_taps), ("value_taps", value_taps)):
+        _check_taps(name, given, problem)
+    checked = Vicinity(problem, key_taps, value_taps, normalize, boundary)
     if not torch.is_autocast_enabled(problem.v.device.type):
-        result = call.solve(backend)
+        result = checked.solve(backend)
     else:
         with torch.autocast(problem.v.device.type, enabled=False):
-            result = call.solve(backend)
+            result = checked.solve(backend)
+    if call is not None:
+        recall.keep(call, result.again)
     if not return_log_mass:
         return result.out
     assert result.log_mass is not None
@@ -239,10 +250,10 @@ class Vicinity:
         taps = [x for x in (self.key_taps, self.value_taps) if x is not None]
         size = max([1, *(x.shape[-1] for x in taps)])
         count = num_cut(self.boundary, self.problem.filter, size)
-        if taps and backend == "auto" and (out := self.fused(count)) is not None:
-            return Smoothed(out, None)
+        if taps and backend == "auto" and (found := self.fused(count)) is not None:
+            return found
         if not count:
-            return solve(self.seen(None), backend)
+            return solve(self.seen(None), backend)._replace(again=None)
         near = self.near(count)
         if near is None:
             # Without a lowering there is only the definition; a backend by name refuses.
@@ -252,7 +263,7 @@ class Vicinity:
             return near
         return mix([self.far(count, backend), near])
 
-    def fused(self, count: int) -> Tensor | None:
+    def fused(self, count: int) -> Smoothed | None:
         """All in one function around flash attention, or None where it does not apply."""
         whole = self.problem
         q, k, v = whole.q, whole.k, whole.v
@@ -283,13 +294,17 @@ class Vicinity:
         most += -most % 8 if value.is_cuda else 0
         if most != width or most != wide:
             query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in (query, key, value))
-        out = fused_taps.run(query, key, value, key_taps, value_taps, call)
-        out = out if out is None or most == wide else out[..., :wide]
-        if out is None or whole.bad_queries is None or whole.bad_keys is None:
-            return out
+        tensors = (query, key, value, key_taps, value_taps)
+        out = fused_taps.run(call, *tensors)
+        if out is None:
+            return None
+        out = out if most == wide else out[..., :wide]
+        if whole.bad_queries is None or whole.bad_keys is None:
+            again = Again(fused_taps.run, call, tensors) if most == wide else None
+            return Smoothed(out, None, again=again)
         # Whatever its taps are, a key reads itself, so that a query sees all that is before it.
         seen = whole.bad_keys.cumsum(-1) > 0 if call.causal else whole.bad_keys.any(-1, True)
-        return out.masked_fill((whole.bad_queries | seen)[..., None], math.nan)
+        return Smoothed(out.masked_fill((whole.bad_queries | seen)[..., None], math.nan), None)
 
     def seen(self, away: int | None) -> Problem:
         """The problem with keys and values as a query sees them that far away."""

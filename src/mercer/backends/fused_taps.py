@@ -61,7 +61,7 @@ def refuses(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None, call: Call
+    call: Call, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None
 ) -> Tensor | None:
     """The output for q, k, v of one shape [B, H, T, D]; None if there is no flash attention."""
     if torch.compiler.is_compiling():
