@@ -14,7 +14,7 @@ from mercer.backends import tapes
 from mercer.backends.launches import INTERPRETED
 from mercer.backends.triton import INSTALLED
 from mercer.bench.workload import Workload
-from mercer.term import Again, Formed, Smoothed
+from mercer.term import Again, Formed, Repeatable
 
 pytestmark = [
     # The interpreter computes with numpy, which warns of its own.
@@ -138,8 +138,8 @@ def backend(monkeypatch):
         log = rbf.log_bandwidth
         parts = [problem.q.part("content"), problem.k.part("content"), problem.v]
         formed = Formed(torch.exp, (log,))
-        out = problem.v * 1
-        return Smoothed(out, None, again=Again(function, "static", (*parts, None, formed, log)))
+        again = Again(function, "static", (*parts, None, formed, log))
+        return Repeatable.of(problem.v * 1, None, again)
 
     monkeypatch.setattr(smoother, "solve", solve)
     return ran
@@ -174,8 +174,7 @@ def test_a_call_with_another_length_is_worked_out(backend):
 def test_a_call_that_made_tensors_of_its_own_is_never_kept(monkeypatch):
     def solve(problem, backend):
         ran.append(1)
-        again = Again(None, None, (problem.v * 2,))
-        return Smoothed(problem.v, None, again=again if len(ran) < 9 else None)
+        return Repeatable.of(problem.v, None, Again(None, None, (problem.v * 2,)))
 
     ran = []
     monkeypatch.setattr(smoother, "solve", solve)

@@ -38,7 +38,7 @@ from .kernels import (
     RationalQuadratic,
     RelativeSinusoid,
 )
-from .term import Again, Formed
+from .term import Formed, Repeatable, Smoothed
 
 Option = str | float | None
 OPTIONS = frozenset({str, float, int, bool, type(None)})
@@ -162,20 +162,21 @@ def find(call: Call) -> Recipe | None:
     return found if type(found) is Recipe else None
 
 
-def keep(call: Call, again: Again | None) -> None:
-    """The call has run, and `find` did not find it; `again` is how, if that was one function."""
+def keep(call: Call, result: Smoothed) -> None:
+    """The call has run, and `find` did not find it."""
     before = _known.get(call.key)
     if before is None:
         if len(_known) >= MOST:
             _known.clear()
         _known[call.key] = Unkept.ONCE
     elif before is Unkept.ONCE:
-        _known[call.key] = _recipe(call, again)
+        _known[call.key] = _recipe(call, result)
 
 
-def _recipe(call: Call, again: Again | None) -> Recipe | Unkept:
-    if again is None:
+def _recipe(call: Call, result: Smoothed) -> Recipe | Unkept:
+    if not isinstance(result, Repeatable):
         return Unkept.NEVER
+    again = result.again
     sources: list[Source | None] = []
     for x in again.tensors:
         source = None if x is None else _source(x, call.tensors)

@@ -80,7 +80,7 @@ def smooth(
         with torch.autocast(problem.v.device.type, enabled=False):
             result = solve(problem, backend)
     if call is not None:
-        recall.keep(call, result.again)
+        recall.keep(call, result)
     if not return_log_mass:
         return result.out
     assert result.log_mass is not None

@@ -31,6 +31,14 @@ class Formed(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+class Smoothed(NamedTuple):
+    """What a backend returns for a term, and what mixes terms, splits of the keys and caches."""
+
+    out: Tensor  # [B, H, Q, V]
+    log_mass: Tensor | None  # [B, H, Q], the log of the absolute denominator
+    sign: Tensor | None = None  # [B, H, Q], its sign where weights may be negative
+
+
 class Again(NamedTuple):
     """How a call ran, if that was one function: function(options, *tensors)."""
 
@@ -39,13 +47,16 @@ class Again(NamedTuple):
     tensors: tuple[Tensor | Formed | None, ...]
 
 
-class Smoothed(NamedTuple):
-    """What a backend returns for a term, and what mixes terms, splits of the keys and caches."""
+class Repeatable(Smoothed):
+    """The same, with how it was run."""
 
-    out: Tensor  # [B, H, Q, V]
-    log_mass: Tensor | None  # [B, H, Q], the log of the absolute denominator
-    sign: Tensor | None = None  # [B, H, Q], its sign where weights may be negative
-    again: Again | None = None
+    again: Again
+
+    @staticmethod
+    def of(out: Tensor, log_mass: Tensor | None, again: Again) -> Repeatable:
+        found = Repeatable(out, log_mass)
+        found.again = again
+        return found
 
 
 @dataclass(frozen=True)

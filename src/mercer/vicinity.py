@@ -54,7 +54,7 @@ from .taps import (
     joined,
     visible,
 )
-from .term import Again, Smoothed, mix, repeat
+from .term import Again, Repeatable, Smoothed, mix, repeat
 
 
 @overload
@@ -119,7 +119,7 @@ def vicinity(
         with torch.autocast(problem.v.device.type, enabled=False):
             result = checked.solve(backend)
     if call is not None:
-        recall.keep(call, result.again)
+        recall.keep(call, result)
     if not return_log_mass:
         return result.out
     assert result.log_mass is not None
@@ -253,7 +253,7 @@ class Vicinity:
         if taps and backend == "auto" and (found := self.fused(count)) is not None:
             return found
         if not count:
-            return solve(self.seen(None), backend)._replace(again=None)
+            return Smoothed(*solve(self.seen(None), backend))
         near = self.near(count)
         if near is None:
             # Without a lowering there is only the definition; a backend by name refuses.
@@ -300,8 +300,9 @@ class Vicinity:
             return None
         out = out if most == wide else out[..., :wide]
         if whole.bad_queries is None or whole.bad_keys is None:
-            again = Again(fused_taps.run, call, tensors) if most == wide else None
-            return Smoothed(out, None, again=again)
+            if most != wide or torch.compiler.is_compiling():
+                return Smoothed(out, None)
+            return Repeatable.of(out, None, Again(fused_taps.run, call, tensors))
         # Whatever its taps are, a key reads itself, so that a query sees all that is before it.
         seen = whole.bad_keys.cumsum(-1) > 0 if call.causal else whole.bad_keys.any(-1, True)
         return Smoothed(out.masked_fill((whole.bad_queries | seen)[..., None], math.nan), None)
@@ -344,8 +345,7 @@ class Vicinity:
         # Without the last keys, a query stands beside the last one that it sees: causal again,
         # which more backends know than a gap.
         blind = max(0, short.q.length - short.k.length)
-        rest = solve(replace(short, q=_slice(short.q, slice(blind, None))), backend)
-        out, log_mass, sign, _ = rest
+        out, log_mass, sign = solve(replace(short, q=_slice(short.q, slice(blind, None))), backend)
         assert log_mass is not None
         return Smoothed(
             F.pad(out, (0, 0, blind, 0)),

@@ -27,6 +27,7 @@ from ..term import (
     Formed,
     Link,
     LogScale,
+    Repeatable,
     Scored,
     Sloped,
     Smoothed,
@@ -145,21 +146,19 @@ def run(task: Task) -> Smoothed:
         tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
         triton_plan.by_tokens(q[0]), clip, shape,
     )  # fmt: skip
+    data = (rule.lengths, rule.ids, task.seed)
     if compiling:
-        out, lse, _, _ = fused(
-            list(given), *bias, rule.lengths, rule.ids, task.seed, static.text(), static.sizes()
-        )
-        again = None
+        out, lse, _, _ = fused(list(given), *bias, *data, static.text(), static.sizes())
     else:
-        assert formed is not None
-        tensors = (rule.lengths, rule.ids, task.seed, *bias, *given)
-        again = Again(_Fused.apply, static, tuple(formed.get(id(x), x) for x in tensors))
-        out, lse = _Fused.apply(static, *tensors)
+        out, lse = _Fused.apply(static, *data, *bias, *given)
     if task.log_mass:
-        for f in task.term.factors:
-            if f.link is None and f.row is not None:
-                lse, again = lse + f.row, None
-    return Smoothed(out, lse, again=again)
+        plain = [f.row for f in task.term.factors if f.link is None and f.row is not None]
+        if plain:
+            return Smoothed(out, sum(plain, lse))
+    if formed is None:
+        return Smoothed(out, lse)
+    tensors = tuple(formed.get(id(x), x) for x in (*data, *bias, *given))
+    return Repeatable.of(out, lse, Again(_Fused.apply, static, tensors))
 
 
 # How tensors were formed that a term does not have itself, by their ids; None in compiled graphs.
