@@ -56,6 +56,7 @@ def test_calls_that_differ_in_anything_but_numbers_are_told_apart():
         "longer window": (*alone, mc.Window(3, 0)),
         "backend": (*alone, mc.Causal(), "triton"),
         "log_mass": (*alone, mc.Causal(), "triton", True),
+        "log_mass by number": (*alone, mc.Causal(), "triton", 1),
         "length": (kernel, q[:, :, :2], k, v),
         "layout": (kernel, wide, k, v),
         "dtype": (kernel, q.half(), k.half(), v.half()),

@@ -101,9 +101,11 @@ def look(
     off = torch.compiler.is_compiling() or not tapes.enabled
     if off or torch.is_autocast_enabled(v.device.type):
         return None
-    if not OPTIONS.issuperset(map(type, options)):
+    # Of what type they are counts, too: True is 1, but not everywhere welcome where 1 is.
+    types = [type(option) for option in options]
+    if not OPTIONS.issuperset(types):
         return None
-    facts: list[Any] = [torch.is_grad_enabled(), filter, *options]
+    facts: list[Any] = [torch.is_grad_enabled(), filter, *options, *types]
     facts += [x is None for x in more]
     tensors: list[Any] = [v, *[x for x in more if x is not None]]
     for features in (q, k):

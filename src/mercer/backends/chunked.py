@@ -31,7 +31,7 @@ def refuses(task: Task) -> str | None:
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: the lifted features and a few blocks."""
     wide = accumulator(task.v.dtype).itemsize
-    widths = sum(f.q.shape[-1] + f.keyed for f in task.term.factors) + task.v.shape[-1]
+    widths = sum(f.width + f.keyed for f in task.term.factors) + task.v.shape[-1]
     side = block_side(task.batch * task.heads)
     block = min(side, task.num_queries) * min(side, task.num_keys)
     tokens = task.num_queries + task.num_keys

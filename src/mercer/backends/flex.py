@@ -57,7 +57,7 @@ def refuses(task: Task) -> str | None:
 
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: features, what is captured, and the blocks' list."""
-    width = max(MIN_WIDTH, sum(f.q.shape[-1] for f in task.term.factors))
+    width = max(MIN_WIDTH, sum(f.width for f in task.term.factors))
     tokens = task.num_queries + task.num_keys
     table = task.term.table
     captured = 3 * tokens + (0 if table is None else table[0, 0].numel())
@@ -111,11 +111,11 @@ def _refuses_term(task: Task) -> str | None:
     unknown = [link for link in term.links if type(link) not in LINKS]
     if unknown:
         return f"it does not know the link {unknown[0].formula}"
-    if len(linked) > 1 or (linked and any(f.q.shape[-1] for f in plain)):
+    if len(linked) > 1 or (linked and any(f.width for f in plain)):
         return "it forms one dot product, and the term needs two"
     if sum(f.keyed and f.per_query for f in plain) > (0 if linked else 1):
         return "a bandwidth of each query cannot join other factors"
-    width = sum(f.q.shape[-1] for f in linked or plain)
+    width = sum(f.width for f in linked or plain)
     if max(width, task.v.shape[-1]) > MAX_WIDTH:
         widest = max(width, task.v.shape[-1])
         return f"a part has {widest} features, more than {MAX_WIDTH}"
@@ -215,7 +215,7 @@ def _lower(task: Task) -> _Lowered:
         col = None if f.col is None else repeat(f.col.float(), *shape)
     else:
         # One rounding: the scale meets the features in float32.
-        parts = [f for f in plain if f.q.shape[-1]]
+        parts = [f for f in plain if f.width]
         q = join([(f.q.float() * f.scale).to(dtype) for f in parts] or [_none(task)])
         k = join([f.k.to(dtype) for f in parts] or [_none(task, keys=True)])
     for f in plain:
@@ -284,7 +284,7 @@ def _structure(task: Task) -> tuple[object, ...]:
     table = term.table
     rule = re.sub(r"\d+", "#", task.filter.simplify(task.num_queries, task.num_keys).encode([]))
     factors = tuple(
-        (f.link, f.q.shape[-1], f.col is None, f.row is None, f.per_query) for f in term.factors
+        (f.link, f.width, f.col is None, f.row is None, f.per_query) for f in term.factors
     )
     heads = task.heads, task.v.shape[1], *(f.k.shape[1] for f in term.factors)
     return (

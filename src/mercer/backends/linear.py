@@ -44,7 +44,7 @@ def refuses(task: Task) -> str | None:
         return f"the link {formula} is not s^2: no small finite features"
     if factor.keyed or factor.row is not None:
         return "a number per key or per query is added inside the square"
-    if factor.q.shape[-1] == 0:
+    if factor.width == 0:
         return "there are no features"
     if task.dropout_p:
         return "it does not form the single weights that dropout drops"
@@ -61,7 +61,7 @@ def memory(task: Task) -> int:
         causal, _ = _rule(task)
         blind = _blind(task, causal)
         return fused_squares.plan_of(q[:, :, blind:], factor.k, task.v, causal).workspace()
-    dim, values, heads = factor.q.shape[-1], task.v.shape[-1] + 1, task.v.shape[1]
+    dim, values, heads = factor.width, task.v.shape[-1] + 1, task.v.shape[1]
     copies = task.num_queries * task.heads * (2 * dim + values)
     copies += task.num_keys * heads * (dim + values)
     pairs = task.batch * task.heads * task.num_queries * task.num_keys
@@ -72,7 +72,7 @@ def memory(task: Task) -> int:
 def fused(task: Task) -> bool:
     """Whether the fused kernels run it; they keep NaN to the rows that see it by themselves."""
     sizes = (task.batch, task.num_queries, task.num_keys)
-    dim = task.term.factors[0].q.shape[-1]
+    dim = task.term.factors[0].width
     return min(sizes) > 0 and fused_squares.runs(task.device, task.v.dtype, dim, task.v.shape[-1])
 
 

@@ -47,7 +47,7 @@ def refuses(task: Task) -> str | None:
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: the lifted features and the mask, if any."""
     size = task.v.dtype.itemsize
-    plain = _is_plain(task.term) and task.term.factors[0].q.shape[-1] == task.v.shape[-1]
+    plain = _is_plain(task.term) and task.term.factors[0].width == task.v.shape[-1]
     width = 0 if plain else _width(task.term, task.v)
     lifted = task.batch * task.heads * width * (task.num_queries + 2 * task.num_keys) * size
     return lifted + mask_elements(task) * (1 + size)
@@ -124,7 +124,7 @@ def _width(term: Term, v: Tensor) -> int:
     width = 0
     for f in term.factors:
         columns = len(PAIRS) if half else 1
-        width += f.q.shape[-1] + (columns if f.keyed else 0)
+        width += f.width + (columns if f.keyed else 0)
     return max(width, v.shape[-1])
 
 
