@@ -9,7 +9,6 @@ The kernels are in triton_kernels.py and triton_backward.py, in one opaque opera
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,30 +17,24 @@ from torch import Tensor
 
 from ..links import Matern12, Matern32, Matern52, Power, Rational
 from ..operators import fake, learns, operator
-from ..sinusoids import TURNS, Turned, turned
+from ..sinusoids import TURNS
 from ..term import (
     BEND,
     Again,
     Apart,
-    Factor,
-    Formed,
     Link,
     LogScale,
     Repeatable,
     Scored,
-    Sloped,
     Smoothed,
     Steered,
-    Term,
-    join,
-    late,
     repeat,
 )
 from . import Task, bands, triton_launch, triton_plan
 from .launches import INTERPRETED
 from .tapes import play
-from .triton_launch import add
 from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, parse
+from .triton_slots import Forms, Joined, form, slots_of, widths_of
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -68,7 +61,7 @@ def refuses(task: Task) -> str | None:
         return f"it has no kernel for the link {unknown[0].formula}"
     if not task.term.factors:
         return "it needs a dot product, and the term is a table alone"
-    widths = _widths(task.term)
+    widths = widths_of(task.term)
     if isinstance(widths, str):
         return widths
     bias = task.term.relative
@@ -106,7 +99,7 @@ def _unavailable(device: str) -> str | None:
 def run(task: Task) -> Smoothed:
     learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     formed: Forms = None if compiling else {}
-    slots = _slots(task.term, task.v.dtype, formed)
+    slots = slots_of(task.term, task.v.dtype, formed)
     rule = task.clauses
     assert not isinstance(rule, str)
     none = task.v.new_empty(0, dtype=torch.float32)
@@ -115,8 +108,8 @@ def run(task: Task) -> Smoothed:
     for f in slots:
         number, mode, scale, log = 1.0, 0, none, NO_LOG
         if isinstance(f, Steered) and not compiling:
-            form = partial(_steered, task.v.dtype, shape, _bend(f.base), f.reach)
-            mode, scale = 2, _form(formed, form, f.x, f.w, f.base.log)
+            steered = partial(_steered, task.v.dtype, shape, _bend(f.base), f.reach)
+            mode, scale = 2, form(formed, steered, f.x, f.w, f.base.log)
         elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
             mode, scale, log = 1, f.given.log.float(), _bend(f.given)
         elif not isinstance(f.scale, Tensor):
@@ -159,18 +152,6 @@ def run(task: Task) -> Smoothed:
         return Smoothed(out, lse)
     tensors = tuple(formed.get(id(x), x) for x in (*data, *bias, *given))
     return Repeatable.of(out, lse, Again(_Fused.apply, static, tensors))
-
-
-# How tensors were formed that a term does not have itself, by their ids; None in compiled graphs.
-Forms = dict[int, Formed] | None
-
-
-def _form(formed: Forms, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """function(*tensors), with a note of it."""
-    found = function(*tensors)
-    if formed is not None:
-        formed[id(found)] = Formed(function, tensors)
-    return found
 
 
 def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -> tuple[Bias, int]:
@@ -217,115 +198,6 @@ def _at_least_one(table: Tensor) -> Tensor:
 def _code(link: Link) -> tuple[int, float]:
     param = getattr(link, "degree", getattr(link, "alpha", 0.0))
     return LINKS[type(link)], param
-
-
-class Joined(Apart):
-    """A distance with one more number per key, in units of the distance's own."""
-
-    def __init__(self, f: Apart, extra: Tensor) -> None:
-        super().__init__(q=f.q, k=f.k, scale=f.given, link=f.link)
-        self.extra = extra
-
-
-def _parts(term: Term) -> tuple[list[Factor], list[Factor], list[Factor]]:
-    """Plain factors with features, plain ones with a number per key alone, and linked ones."""
-    linked = [f for f in term.factors if f.link is not None]
-    plain = [f for f in term.factors if f.link is None and f.width]
-    bare = [f for f in term.factors if f.link is None and not f.width]
-    return plain, bare, linked
-
-
-def _widths(term: Term) -> list[int] | str:
-    """The features of each slot, or why there are too many slots."""
-    plain, bare, linked = _parts(term)
-    widths = [f.width for f in plain]
-    if len(plain) + len(linked) > 2 and len(plain) > 1:
-        if any(f.per_query and f.keyed for f in plain):
-            return "a bandwidth of each query cannot join other factors"
-        plain, widths = plain[:1], [sum(widths)]
-    if bare and not any(_joinable(f) for f in plain):
-        widths.append(16)
-    widths += [f.width for f in linked]
-    return widths if len(widths) <= 2 else "it takes two factors at most"
-
-
-def _slots(term: Term, dtype: torch.dtype, formed: Forms) -> list[Factor]:
-    """One or two factors with features."""
-    plain, bare, linked = _parts(term)
-    if len(plain) + len(linked) > 2 and len(plain) > 1:
-        plain = [_merged(plain, dtype)]
-    for f in bare:
-        # A number per key alone joins a factor whose scale it can be divided by, or gets its own.
-        target = next((n for n, p in enumerate(plain) if _joinable(p)), None)
-        if target is None:
-            zeros = [x.new_zeros(*x.shape[:3], 16, dtype=dtype) for x in (f.q, f.k)]
-            plain.append(Factor(q=zeros[0], k=zeros[1]))
-            target = len(plain) - 1
-        plain[target] = _joined(plain[target], f, formed)
-    if len(plain) == 2 and all(_mergeable(f) for f in plain):
-        # Two plain products with numbers for scales are one, over two parts.
-        first, second = plain
-        assert not isinstance(first.scale, Tensor)
-        assert not isinstance(second.scale, Tensor)
-        ratio = second.scale / first.scale
-        if isinstance(second, Turned):
-            q = _form(formed, partial(_turned_by, second.base, ratio, dtype), second.c)
-            k = _form(formed, second.forming_k(dtype))
-        else:
-            q, k = second.q if ratio == 1.0 else (second.q.float() * ratio).to(dtype), second.k
-        plain[1] = Factor(q=q, k=k, scale=first.scale)
-    return plain + linked
-
-
-def _turned_by(base: float, ratio: float, dtype: torch.dtype, c: Tensor) -> Tensor:
-    return turned(c, base, ratio).to(dtype)
-
-
-def _joinable(f: Factor) -> bool:
-    """Whether numbers can be divided by its scale."""
-    return not f.per_query and (isinstance(f.scale, Tensor) or f.scale != 0.0)
-
-
-def _mergeable(f: Factor) -> bool:
-    return not f.keyed and not isinstance(f.scale, Tensor) and f.scale != 0.0
-
-
-def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:
-    """Plain factors side by side, scaled; their numbers per key add up."""
-    q = join([(f.q.float() * f.scale).to(dtype) for f in factors])
-    merged = Factor(q=q, k=join([f.k.to(dtype) for f in factors]))
-    for f in factors:
-        if f.col is not None:
-            merged = _joined(merged, f, None)
-    return merged
-
-
-def _joined(target: Factor, f: Factor, formed: Forms) -> Factor:
-    """The number per key of f as one of the target: scale_f col_f / scale_target."""
-    assert f.col is not None
-    if isinstance(f, Sloped) and not isinstance(target.scale, Tensor) and not target.keyed:
-        col = _form(formed, partial(_slopes, f.k.shape[2], target.scale), f.slope)
-        return Factor(q=target.q, k=target.k, scale=target.scale, row=target.row, col=col)
-    col = f.col.float()
-    for scale, divide in ((f.scale, False), (target.scale, True)):
-        if isinstance(scale, Tensor):
-            factor = scale.reshape(1, -1, 1)
-            if col.shape[1] > 1 and factor.shape[1] > 1:
-                col = repeat(col, col.shape[0], max(col.shape[1], factor.shape[1]))
-            col = col / factor if divide else col * factor
-        else:
-            col = col / scale if divide else col * scale
-    if isinstance(target, Apart):
-        return Joined(target, add(col, target.extra) if isinstance(target, Joined) else col)
-    if target.col is not None:
-        col = add(col, target.col.float())
-    return Factor(q=target.q, k=target.k, scale=target.scale, row=target.row, col=col)
-
-
-def _slopes(num_keys: int, scale: float, slope: Tensor) -> Tensor:
-    """What slopes give each key, in units of a scale, [1, H, K]."""
-    slope = slope.float()
-    return late(num_keys, slope.device, slope.dtype) * (slope.view(1, -1, 1) / scale)
 
 
 def _steered(
