@@ -29,9 +29,11 @@ CASES = {
     "first-slot": {"E1": DIM, "PART": 1, "filter": WINDOW},
     "own-values": {"OTHER": 1},
     "own-keys": {"OTHER": 2},
-    "stored": {"STORE": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1},
-    "stored-window": {"STORE": True, "filter": WINDOW},
-    "band": {"STORE": True, "BANDED": True},
+    "stored": {"STORE": 2, "NORM0": True, "HAS_COL0": True, "MODE0": 1},
+    "stored-window": {"STORE": 2, "filter": WINDOW},
+    "stored-alone": {"STORE": 1},
+    "stored-window-alone": {"STORE": 1, "filter": WINDOW},
+    "band": {"STORE": 2, "BANDED": True},
 }
 
 
@@ -43,7 +45,7 @@ class Call:
         self.flags = {
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
-            "PART": 0, "STORE": False, "BANDED": False, "OTHER": 0, "HELD": False, **flags,
+            "PART": 0, "STORE": 0, "BANDED": False, "OTHER": 0, "HELD": False, **flags,
         }  # fmt: skip
         draw = torch.Generator().manual_seed(0)
         rows = (BATCH, HEADS, length)
@@ -141,6 +143,13 @@ class Call:
             kernels.place.id = program
             kernels.backward_keys(**{name: given.get(name, 0) for name in names})
         got["dscale"] = dscale[..., length:]
+        if f["STORE"] and not f["BANDED"]:
+            # From the first block of queries that sees a program's keys on.
+            stored, got["pairs"] = got["pairs"], torch.full_like(got["pairs"], math.nan)
+            for low in range(0, room, 128):
+                start = self.filter[0] * low
+                rows = slice(low, low + 128)
+                got["pairs"][..., rows, start:] = stored[..., rows, : room - start]
         return got
 
 

@@ -6,6 +6,7 @@ a table or with one that has all pairs.
 
 from __future__ import annotations
 
+import math
 import os
 from functools import lru_cache
 from typing import Any
@@ -21,9 +22,9 @@ from .triton_sizes import shared_memory
 GROUP = 64
 # The most features of two slots and the values that a group has the registers for.
 ROOM = 256
-# From so many features and values on, it pays to store what gradients of queries are made of; of
-# at most so many pairs at a time.
-WIDE, PAIRS = 256, 2**30
+# From so many features and values on, it pays to store what gradients of queries are made of, and
+# from so many on in a window that is no longer than WINDOW; of at most so many pairs at a time.
+WIDE, NARROW, PAIRS = 256, 128, 2**30
 # At least so many programs of a share of the heads for each processor: with 4 it was 2 % faster
 # than not to store, with 8 10 %.
 LEAST = 3
@@ -34,6 +35,8 @@ ROUNDS = 16
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
 TO_KEYS = (64, 128, 8, 4)
+# Up to such a window, narrow features are stored, too.
+WINDOW = 2048
 
 
 # Gluon, the language they are in, changes with every Triton: those that they were run with. They
@@ -67,7 +70,8 @@ def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
 def stores(p: Plan, grad: Tensor) -> bool:
     """Whether the gradients of queries come from what the pass over keys stores, heads by heads."""
     c = p.constants
-    wide = c["E0"] + c["E1"] + c["V"] >= WIDE and len(p.static.filter) == 1
+    wide = len(p.static.filter) == 1
+    wide = wide and c["E0"] + c["E1"] + c["V"] >= (NARROW if _window(p) <= WINDOW else WIDE)
     # Numbers per key as columns of a product, where scales of queries need them.
     steered = c["MODE0"] == 2 and c["HAS_COL0"] and not p.spread
     return wide and not steered and takes(p, grad) and _share(p) > 0
@@ -75,9 +79,9 @@ def stores(p: Plan, grad: Tensor) -> bool:
 
 def _share(p: Plan) -> int:
     """How many heads are stored at a time; 0 where those would leave the device half idle."""
-    batch, heads, num_queries = p.static.shape
+    batch, heads, _ = p.static.shape
     blocks, total = _aligned(p.num_keys) // (2 * GROUP), batch * heads
-    most = PAIRS // (_aligned(p.num_keys) * _aligned(num_queries))
+    most = PAIRS // (_aligned(p.num_keys) * _columns(p))
     if most >= total:
         return total
     # In equal shares.
@@ -97,7 +101,7 @@ def keys(
     pairs = x.v if dband is None else _of(dband, GROUP)
     tensors = _tensors(x, p, ready, rows, of_keys, pairs, _of(own_v) if other else x.v)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
-        launch = _keys(p, part, store=banded, banded=banded, other=other)
+        launch = _keys(p, part, store=2 * banded, banded=banded, other=other)
         launch(tensors, (*p.numbers(x.seed), *_blocks(p), 0))
 
 
@@ -107,11 +111,11 @@ def all_passes(
 ) -> None:  # fmt: skip
     """The pass over keys, and all that follows from what it stores, some heads at a time."""
     c, static = p.constants, p.static
-    batch, heads, num_queries = static.shape
+    batch, heads, _ = static.shape
     dq, ds, *_ = of_queries
     two = c["E1"] > 0
     count = _share(p)
-    pairs = _space(x.v, 1, count, _aligned(p.num_keys), _aligned(num_queries))
+    pairs = _space(x.v, 1, count, _aligned(p.num_keys), _columns(p))
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), x.v)
     lengths = tensors[8]
     bm, bn, *_ = _to_queries(p)
@@ -128,7 +132,7 @@ def all_passes(
     for offset in range(0, batch * heads, count):
         own = min(count, batch * heads - offset)
         numbers = (*p.numbers(x.seed), offset)
-        launch = _keys(p, 1 if two else 0, own, store=True)
+        launch = _keys(p, 1 if two else 0, own, store=_together(p))
         launch(tensors, (*p.numbers(x.seed), *_blocks(p, own), offset))
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
@@ -136,9 +140,28 @@ def all_passes(
 
 
 def _to_queries(p: Plan) -> tuple[int, int, int, int]:
-    ((_, left, *_),) = p.static.filter
-    seen = p.num_keys if left < 0 else min(p.num_keys, left + 1)
-    return TO_SHORT if seen <= SHORT and not p.constants["E1"] else TO_QUERIES
+    short = min(p.num_keys, _window(p)) <= SHORT
+    return TO_SHORT if short and not p.constants["E1"] else TO_QUERIES
+
+
+def _together(p: Plan) -> int:
+    """How many blocks of queries a program reads at a time."""
+    return _to_queries(p)[0] // GROUP
+
+
+def _window(p: Plan) -> float:
+    """How many keys a filter shows to a query, at most."""
+    ((causal, left, right, *_),) = p.static.filter
+    ahead = 0 if causal else right
+    return left + 1 + ahead if min(left, ahead) >= 0 else math.inf
+
+
+def _columns(p: Plan) -> int:
+    """How many queries may see one of the keys of a program, from block to block."""
+    whole = _aligned(p.static.shape[2])
+    # A window may show a block more: see _odd.
+    seen = _window(p) + 2 * GROUP
+    return whole if math.isinf(seen) else min(whole, _aligned(int(seen)) + 2 * GROUP)
 
 
 def _space(like: Tensor, *shape: int) -> Tensor:
@@ -166,7 +189,7 @@ def _tensors(
 
 
 def _keys(
-    p: Plan, part: int, heads: int = 0, *, store: bool = False, banded: bool = False,
+    p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
     other: int = 0,
 ) -> Launch:  # fmt: skip
     key = ("groups", part, heads, store, banded, other)
@@ -179,7 +202,7 @@ def _keys(
     names = ("E0", "E1", "V", "MODE0", "LOG0", "HAS_COL0", "FILTER", "SIMPLE")
     # Bytes of a row of all features; a block has three numbers beside each.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
-    left = shared_memory(p.device) - 4 * GROUP * GROUP * store - 2048
+    left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 2048
     step = GROUP * (row + 4 * GROUP * banded + 12)
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
     blocks, parts = _blocks(p, heads)
@@ -212,7 +235,7 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     from . import triton_stored
 
     c, slot = p.constants, p.static.slots[0]
-    flags = {"TOKENS": p.static.tokens}
+    flags = {"TOKENS": p.static.tokens, "STORE": _together(p)}
     if name == "stored_to_queries":
         bm, bn, warps, stages = _to_queries(p)
         names: tuple[str, ...] = ("E0", "E1", "MODE0", "LOG0", "HAS_COL0", "FILTER")

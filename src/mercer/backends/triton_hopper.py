@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .triton_backward import _reference
-from .triton_kernels import LOG2E, _query_range, _scale, _visible
+from .triton_kernels import LOG2E, _query_blocks, _query_range, _scale, _visible
 
 # As Triton 3.6 calls them, and as later ones do.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -62,14 +62,10 @@ def _tile(
         block, part = at % blocks, at // blocks
     bh = part + offset
     low = block * (2 * OWN)
-    high = gl.minimum(low + 2 * OWN, num_keys) - 1
-    start, stop, _, _ = _query_range(
-        low, high, bh // num_heads, first, LENGTHS, num_keys - num_queries, num_queries, FILTER
+    ALIGN: gl.constexpr = STORE * BLOCK if STORE > 0 else BLOCK
+    start, stop = _query_blocks(
+        low, bh // num_heads, first, LENGTHS, num_queries, num_keys, 2 * OWN, ALIGN, FILTER
     )
-    # Blocks that are stored are read by two.
-    ALIGN: gl.constexpr = 2 * BLOCK if STORE else BLOCK
-    start = gl.maximum(start, 0) // ALIGN * ALIGN
-    stop = gl.maximum((stop + ALIGN - 1) // ALIGN * ALIGN, start)
     return low, part, bh // num_heads, bh % num_heads, start, (stop - start) // BLOCK
 
 
@@ -248,7 +244,7 @@ def _span(
                 warpgroup_mma_init(dk1),
                 is_async=True,
             )
-        if STORE:
+        if STORE > 0:
             # While the products run.
             tma.store_wait(0)
             if BANDED:
@@ -256,7 +252,7 @@ def _span(
                 at = [b, h, start + step * BLOCK, first_key]
             else:
                 pairs.store(found)
-                at = [0, part, first_key, start + step * BLOCK]
+                at = [0, part, first_key, step * BLOCK]
             fence_async_shared()
             barrier()
             store(PAIRS, at, pairs)
@@ -312,7 +308,7 @@ def _multiply(
         )
         begin = gl.minimum(gl.maximum(begin - start, 0) // BLOCK, steps)
         end = gl.minimum(gl.maximum(end - start + BLOCK - 1, 0) // BLOCK, steps)
-        if STORE:
+        if STORE > 1:
             begin, end = 0, steps
         end = gl.maximum(end, begin)
         if WHOLE:
@@ -350,7 +346,7 @@ def _multiply(
             w = v.load(gl.DotOperandLayout(0, SCORES, 2))
             if E1 > 0:
                 a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
-        if not STORE:
+        if STORE < 2:
             _skip(0, begin, done, full, empty, STAGES)
         for span in gl.static_range(3):
             # In turn: masked, seen by all, masked.
@@ -367,7 +363,7 @@ def _multiply(
                     own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
                     STORE, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV,
                 )  # fmt: skip
-        if not STORE:
+        if STORE < 2:
             _skip(end, steps, done, full, empty, STAGES)
         done += steps
         if PART != 2:
@@ -413,8 +409,10 @@ def backward_keys(
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
-    STORE: what gradients of queries are made of is stored for all pairs, [keys, queries], of the heads
-    from `offset` on. BANDED: a band has all pairs, [queries, keys], and so has what is stored.
+    STORE: what gradients of queries are made of is stored for pairs, [keys, queries], of the heads from
+    `offset` on; queries count from the first block that sees a program's keys. So many blocks of them are
+    read at a time: what one of them sees is stored for all. BANDED: a band has all pairs, [queries, keys],
+    and so has what is stored.
     OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
     A program goes on with other keys: LONGEST: in the order of all heads' first blocks, then their
     second ones; otherwise head by head.
@@ -433,7 +431,7 @@ def backward_keys(
         k1s = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, E1], HALF)
         q1s = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, E1], HALF)
     pairs = k0s
-    if STORE:
+    if STORE > 0:
         pairs = gl.allocate_shared_memory(DTYPE, [2, OWN, BLOCK], HALF)
     ys = k0s
     if OTHER == 1:

@@ -255,6 +255,20 @@ def _query_range(low, high, b, first, lengths, start_place, num_queries, FILTER:
 
 
 @triton.jit
+def _query_blocks(
+    low, b, first, lengths, num_queries, num_keys, OWN: tl.constexpr, BLOCK: tl.constexpr,
+    FILTER: tl.constexpr,
+):  # fmt: skip
+    """Where the blocks of queries begin that may see one of OWN keys from `low` on, and the last's end."""
+    high = tl.minimum(low + OWN, num_keys) - 1
+    start, stop, _, _ = _query_range(
+        low, high, b, first, lengths, num_keys - num_queries, num_queries, FILTER
+    )
+    start = tl.maximum(start, 0) // BLOCK * BLOCK
+    return start, tl.maximum((stop + BLOCK - 1) // BLOCK * BLOCK, start)
+
+
+@triton.jit
 def _rows(base, stride, index, width, WIDTH: tl.constexpr, limit, CHECK: tl.constexpr):
     """Rows of features, [len(index), WIDTH], zero beyond the limit and the width."""
     e = tl.arange(0, WIDTH)

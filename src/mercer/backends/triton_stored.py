@@ -1,14 +1,20 @@
 """Gradients from what the pass over keys has stored of all pairs: products, and no weights any more.
 
-Pairs lie [keys, queries], half precision, for the heads from an offset on. Those that a filter hides are
-zero, and blocks in which it hides all are not read.
+Pairs lie [keys, queries], half precision, for the heads from an offset on; queries count from the first
+block that sees one of TILE keys. Those that a filter hides are zero, and blocks in which it hides all are
+not read.
 """
 
 import triton
 import triton.language as tl
 
 from .triton_backward import _of_columns, _reference, _store_queries
-from .triton_kernels import COLUMNS, _block, _key_range, _query_range, _row_of, _rows, _scale
+from .triton_kernels import COLUMNS, _block, _query_blocks, _key_range, _row_of, _rows, _scale
+
+# Keys whose pairs lie side by side: those of a program of the pass over keys.
+TILE = tl.constexpr(128)
+# Queries of a block there.
+BLOCK = tl.constexpr(64)
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
@@ -20,7 +26,7 @@ def stored_to_queries(
     seed, number0, number1, dropout, offset,
     E0: tl.constexpr, E1: tl.constexpr, MODE0: tl.constexpr, LOG0: tl.constexpr,
     HAS_COL0: tl.constexpr, FILTER: tl.constexpr, NORM0: tl.constexpr, WANT0: tl.constexpr,
-    HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, STORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq and dscale of one block of queries."""
     part = tl.program_id(1)
@@ -42,7 +48,10 @@ def stored_to_queries(
     start = tl.maximum(start, 0) // BN * BN
     h0, h1 = h // group0, h // group1
     for key in tl.range(start, stop, BN):
-        u = tl.trans(PAIRS.load([0, part, key, block * BM]).reshape(BN, BM))
+        origin, _ = _query_blocks(
+            key // TILE * TILE, b, first, LENGTHS, num_queries, num_keys, TILE, STORE * BLOCK, FILTER
+        )
+        u = tl.trans(PAIRS.load([0, part, key, block * BM - origin]).reshape(BN, BM))
         k = _block(K0, b, h0, skb0, skt0, key, e0, num_keys, BN, E0, False, True)
         dq0 = tl.dot(u, k, dq0)
         if E1 > 0:
@@ -81,20 +90,20 @@ def stored_to_keys(
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout, offset,
-    E1: tl.constexpr, FILTER: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    E1: tl.constexpr, FILTER: tl.constexpr, TOKENS: tl.constexpr, STORE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """dk of the second slot, of one block of keys."""
     part = tl.program_id(1)
     bh = part + offset
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     low = tl.program_id(0) * BN
-    high = tl.minimum(low + BN, num_keys) - 1
-    start, stop, _, _ = _query_range(
-        low, high, b, first, LENGTHS, num_keys - num_queries, num_queries, FILTER
+    origin, stop = _query_blocks(
+        low, b, first, LENGTHS, num_queries, num_keys, BN, STORE * BLOCK, FILTER
     )
     dk = tl.zeros((BN, E1), tl.float32)
-    for query in tl.range(tl.maximum(start, 0) // BM * BM, stop, BM):
-        u = PAIRS.load([0, part, low, query]).reshape(BN, BM)
+    for query in tl.range(origin, stop, BM):
+        u = PAIRS.load([0, part, low, query - origin]).reshape(BN, BM)
         q = _block(Q1, b, h, sqb1, sqt1, query, e1, num_queries, BM, E1, False, True)
         dk = tl.dot(u, q, dk)
     j = low + tl.arange(0, BN)
