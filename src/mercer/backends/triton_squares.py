@@ -173,24 +173,31 @@ def _build_mass(
     d = tl.arange(0, D)
     v = tl.arange(0, V)
     acc = tl.zeros((D, D), tl.float32)
-    mean = tl.zeros((V,), tl.float32)
-    trace = 0.0
     for g in range(group):
         for first in tl.range(start, stop, BT):
             t = first + tl.arange(0, BT)
+            # Read twice: of what both a product and something else take, Triton 3.6 reads ahead into
+            # where that product is still at work.
             x = tl.load(xt + g * x_head + d[:, None] * tx + t[None, :])
+            right = _wide(tl.load(xt + g * x_head + d[None, :] * tx + t[:, None]), KIND)
             if RATED:
                 weight = tl.load(rate + g * tx + t) * tl.load(shift + g * tx + t)
                 left = _operand(x.to(tl.float32) * weight[None, :], KIND)
             else:
                 left = _wide(x, KIND)
-                norm = tl.sum(x.to(tl.float32) * x.to(tl.float32), 0)
+            acc = _more(left, right, acc, KIND)
+    tl.store(masses + d[:, None] * D + d[None, :], acc)
+    if not RATED:
+        mean = tl.zeros((V,), tl.float32)
+        trace = 0.0
+        for g in range(group):
+            for first in tl.range(start, stop, BT):
+                t = first + tl.arange(0, BT)
+                x = tl.load(xt + g * x_head + d[:, None] * tx + t[None, :]).to(tl.float32)
+                norm = tl.sum(x * x, 0)
                 values = tl.load(y + g * y_head + v[:, None] * tx + t[None, :]).to(tl.float32)
                 mean += tl.sum(norm[None, :] * values, 1)
                 trace += tl.sum(norm, 0)
-            acc = _more(left, tl.trans(_wide(x, KIND)), acc, KIND)
-    tl.store(masses + d[:, None] * D + d[None, :], acc)
-    if not RATED:
         tl.store(means + v, mean)
         tl.store(traces, trace)
 
