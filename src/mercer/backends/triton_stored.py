@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .triton_backward import _of_columns, _reference, _store_queries
-from .triton_kernels import COLUMNS, _block, _query_blocks, _key_range, _row_of, _rows, _scale
+from .triton_kernels import COLUMNS, _block, _key_range, _query_blocks, _row_of, _rows, _scale
 
 # Keys whose pairs lie side by side: those of a program of the pass over keys.
 TILE = tl.constexpr(128)
@@ -48,8 +48,9 @@ def stored_to_queries(
     start = tl.maximum(start, 0) // BN * BN
     h0, h1 = h // group0, h // group1
     for key in tl.range(start, stop, BN):
+        tile = key // TILE * TILE
         origin, _ = _query_blocks(
-            key // TILE * TILE, b, first, LENGTHS, num_queries, num_keys, TILE, STORE * BLOCK, FILTER
+            tile, b, first, LENGTHS, num_queries, num_keys, TILE, STORE * BLOCK, FILTER
         )
         u = tl.trans(PAIRS.load([0, part, key, block * BM - origin]).reshape(BN, BM))
         k = _block(K0, b, h0, skb0, skt0, key, e0, num_keys, BN, E0, False, True)
