@@ -182,7 +182,7 @@ def test_queries_that_are_far_from_all_keys(name, filter, dtype):
     ways = set()
     with launches.heard(lambda launch, *_: ways.add(launch.constants.get("FAST"))):
         out = mc.smooth(kernel, *given, filter=shown, backend="triton")
-    assert 2 in ways
+    assert (2 in ways) == (dtype == torch.bfloat16 or INTERPRETED)
     # A copy: the backward still reads the kernel itself.
     want = mc.smooth(double(kernel), *wide, filter=shown, backend="reference")
     grads = (torch.autograd.grad(y.square().sum(), x) for y, x in ((out, given), (want, wide)))

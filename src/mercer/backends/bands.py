@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launches import helper
+from .launches import helper, settles
 from .triton_plan import (
     Bias,
     Static,
@@ -161,7 +161,7 @@ def gradients(
     helper(
         "band_to_queries", (_programs(num_queries, constants), batch * heads, 1),
         constants | {"HALF": _half(bias, static), "KEYS": room(k.shape[-1]) if stored else 0,
-                     "TOKENS": static.tokens},
+                     "TOKENS": static.tokens, "SETTLE": settles(v.device)},
         (dband, ends, rows.to(x.dtype), k, dq, dx),
         (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
          *strides_of(k, batch), static.slots[0].number),

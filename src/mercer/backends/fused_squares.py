@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..operators import fake, learns, operator
-from .launches import INTERPRETED
+from .launches import INTERPRETED, settles
 from .triton import INSTALLED
 from .triton_sizes import HOPPER, shared_memory
 
@@ -197,6 +197,7 @@ class Plan:
         sizes = SIZES[kernel, bucket, small]
         if kernel == "build":
             own = {"G": min(sizes.rows, self.dim // 2), "BT": min(sizes.columns, self.chunk)}
+            own["SETTLE"] = settles(self.device)
         else:
             rows = min(sizes.rows, self.chunk)
             own = {"BM": rows, "BN": min(sizes.columns, rows), "PAIR": sizes.pair}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .launches import INTERPRETED, Launch
 from .triton_plan import Inputs, Numbers, Plan, copies, describe, key_parts, processors, room
-from .triton_sizes import shared_memory
+from .triton_sizes import on_hopper, shared_memory
 
 # Keys that a group of warps owns, and queries of a block.
 GROUP = 64
@@ -47,7 +47,7 @@ CHECKED, ANY = ("3.6.",), "MERCER_GROUPS"
 @lru_cache(maxsize=16)
 def available(device: torch.device) -> bool:
     """Whether they run: on Hopper, with a Triton that they were run with, or with any."""
-    if INTERPRETED or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if INTERPRETED or not on_hopper(device):
         return False
     import triton
 

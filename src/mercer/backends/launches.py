@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .triton_sizes import PLAIN, SPREADS, bucket_of, fitted, shared_memory, sizes_of
+from .triton_sizes import PLAIN, SPREADS, bucket_of, fitted, on_hopper, shared_memory, sizes_of
 
 if TYPE_CHECKING:
     from .triton_plan import Plan
@@ -151,6 +151,11 @@ def launch_of(
 
 
 _helpers: dict[tuple[Any, ...], Launch] = {}
+
+
+def settles(device: torch.device) -> bool:
+    """Whether kernels have to wait for products of what was loaded and changed: see `_settle`."""
+    return on_hopper(device) and not INTERPRETED
 
 
 def helper(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import triton_sizes
-from .triton_kernels import LOG2E, _band_start, _row_of, _rows
+from .triton_kernels import LOG2E, _band_start, _row_of, _rows, _settle
 
 EVERY = tl.constexpr(triton_sizes.EVERY)
 
@@ -202,7 +202,7 @@ def band_to_queries(
     skb, skh, skt, scale,
     CLIP: tl.constexpr, SIDED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
     """dx_i = sum over distances of dscore_i row.
 
@@ -258,6 +258,7 @@ def band_to_queries(
             of = _row(start + tl.arange(0, BR), CLIP, HALF)
             rows = _rows(ROWS + h * srh, size, of, size, WIDTH, _count(CLIP, HALF), True)
             acc = tl.dot(grad, rows, acc, input_precision=PRECISION)
+            _settle(turn, SETTLE and KEYS == 0)
     e = tl.arange(0, WIDTH)
     target = DX + (line + n[:, None]) * size + e[None, :]
     tl.store(target, acc.to(DX.dtype.element_ty), mask=inside[:, None] & (e < size)[None, :])

@@ -281,6 +281,21 @@ def _rows(base, stride, index, width, WIDTH: tl.constexpr, limit, CHECK: tl.cons
 
 
 @triton.jit
+def _settle(number, SETTLE: tl.constexpr):
+    """Waits for products in flight; `number` is any.
+
+    Where what is multiplied was loaded and changed, Triton 3.6 goes on to the next block while Hopper
+    still reads this one from registers, or from where the next but one is written: results then differ
+    from run to run, and by more than rounding.
+    """
+    if SETTLE:
+        tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.u32 $0, $1;", "=r,r", [number], tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _row_of(b, h, n, line, num_heads, length, TOKENS: tl.constexpr):
     """Which row of an output belongs to place n of a head: head by head, or token by token."""
     return (b * length + n) * num_heads + h if TOKENS else line + n

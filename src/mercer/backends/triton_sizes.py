@@ -113,6 +113,12 @@ def shared_memory(device: torch.device) -> int:
     return most
 
 
+@lru_cache(maxsize=16)
+def on_hopper(device: torch.device) -> bool:
+    """Whether groups of warps multiply while their program goes on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def bucket_of(p: Plan) -> int:
     """The width that decides on block sizes."""
     c = p.constants

@@ -21,6 +21,8 @@ makes, in which what is padded, hidden or not finite is zero.
 import triton
 import triton.language as tl
 
+from .triton_kernels import _settle
+
 NOWHERE = tl.constexpr(2147483647)
 
 
@@ -141,7 +143,7 @@ def prepare_backward(
 def _build(
     xt, yt, sums, a, start, stop, tx, group, x_head, y_head,
     D: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr,
-    BT: tl.constexpr,
+    BT: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
     """sum_t x_ta x_tb y_t for G features from a on, and for b from FIRST on; stored as [a, b, v]."""
     b = FIRST + tl.arange(0, D - FIRST)
@@ -159,6 +161,7 @@ def _build(
             else:
                 left = _operand(xa.to(tl.float32)[:, None, :] * y.to(tl.float32)[None, :, :], KIND)
             acc = _more(tl.reshape(left, (G * V, BT)), x, acc, KIND)
+            _settle(g, SETTLE)
     r = tl.arange(0, G * V)
     pointers = sums + (a + r // V)[:, None] * (D * V) + b[None, :] * V + (r % V)[:, None]
     tl.store(pointers, acc, mask=(a + r // V)[:, None] < D)
@@ -168,36 +171,31 @@ def _build(
 def _build_mass(
     xt, y, rate, shift, masses, means, traces, start, stop, tx, group, x_head, y_head,
     D: tl.constexpr, V: tl.constexpr, RATED: tl.constexpr, KIND: tl.constexpr, BT: tl.constexpr,
+    SETTLE: tl.constexpr,
 ):  # fmt: skip
     """z, with the weights rate shift if RATED; else also sum_t |x_t|^2 y_t and sum_t |x_t|^2."""
     d = tl.arange(0, D)
     v = tl.arange(0, V)
     acc = tl.zeros((D, D), tl.float32)
+    mean = tl.zeros((V,), tl.float32)
+    trace = 0.0
     for g in range(group):
         for first in tl.range(start, stop, BT):
             t = first + tl.arange(0, BT)
-            # Read twice: of what both a product and something else take, Triton 3.6 reads ahead into
-            # where that product is still at work.
             x = tl.load(xt + g * x_head + d[:, None] * tx + t[None, :])
-            right = _wide(tl.load(xt + g * x_head + d[None, :] * tx + t[:, None]), KIND)
             if RATED:
                 weight = tl.load(rate + g * tx + t) * tl.load(shift + g * tx + t)
                 left = _operand(x.to(tl.float32) * weight[None, :], KIND)
             else:
                 left = _wide(x, KIND)
-            acc = _more(left, right, acc, KIND)
-    tl.store(masses + d[:, None] * D + d[None, :], acc)
-    if not RATED:
-        mean = tl.zeros((V,), tl.float32)
-        trace = 0.0
-        for g in range(group):
-            for first in tl.range(start, stop, BT):
-                t = first + tl.arange(0, BT)
-                x = tl.load(xt + g * x_head + d[:, None] * tx + t[None, :]).to(tl.float32)
-                norm = tl.sum(x * x, 0)
+                norm = tl.sum(x.to(tl.float32) * x.to(tl.float32), 0)
                 values = tl.load(y + g * y_head + v[:, None] * tx + t[None, :]).to(tl.float32)
                 mean += tl.sum(norm[None, :] * values, 1)
                 trace += tl.sum(norm, 0)
+            acc = _more(left, tl.trans(_wide(x, KIND)), acc, KIND)
+            _settle(g, SETTLE)
+    tl.store(masses + d[:, None] * D + d[None, :], acc)
+    if not RATED:
         tl.store(means + v, mean)
         tl.store(traces, trace)
 
@@ -209,7 +207,7 @@ def build(
     XT, Y, RATE, SHIFT, SUMS, MASSES, MEANS, TRACES, first_head, heads, x_heads, y_heads, group,
     tx, chunk, first_chunk, chunks, origin, width,
     D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, RATED: tl.constexpr, G: tl.constexpr,
-    KIND: tl.constexpr, BT: tl.constexpr,
+    KIND: tl.constexpr, BT: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
     """The sums of one chunk: G features of S, or, in the last program, z."""
     part = tl.program_id(0)
@@ -228,18 +226,18 @@ def build(
             _build_mass(
                 XT + x_head, Y + y_head, RATE + line, SHIFT + line, MASSES + slot * (D * D),
                 MEANS + slot * V, TRACES + slot, start, start + chunk, tx, group, tx * D, tx * V,
-                D, V, RATED, KIND, BT,
+                D, V, RATED, KIND, BT, SETTLE,
             )  # fmt: skip
     else:
         if HALF and part * G >= D // 2:
             _build(
                 XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start,
-                start + chunk, tx, group, tx * D, tx * V, D, V, D // 2, G, KIND, BT,
+                start + chunk, tx, group, tx * D, tx * V, D, V, D // 2, G, KIND, BT, SETTLE,
             )  # fmt: skip
         else:
             _build(
                 XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start,
-                start + chunk, tx, group, tx * D, tx * V, D, V, 0, G, KIND, BT,
+                start + chunk, tx, group, tx * D, tx * V, D, V, 0, G, KIND, BT, SETTLE,
             )  # fmt: skip
 
 
