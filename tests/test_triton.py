@@ -193,6 +193,30 @@ def test_queries_that_are_far_from_all_keys(name, filter, dtype):
             assert (x - y).norm() < (1e-4 if dtype == torch.float32 else 0.03) * y.norm()
 
 
+@pytest.mark.parametrize("wanted", ["q", "k", "weight", "log_bandwidth", "all", "by-tokens"])
+@pytest.mark.parametrize("heads", [None, HEADS], ids=["shared", "per-head"])
+def test_queries_steer_and_pass_gradients_on(heads, wanted):
+    torch.manual_seed(1)
+    kernel = mc.AdaptiveRBF(DIM, 2.0, heads=heads).to(DEVICE)
+    torch.nn.init.normal_(kernel.weight, std=0.2)
+    shape = (2, 70, HEADS, DIM) if wanted == "by-tokens" else (2, HEADS, 70, DIM)
+    given = [torch.randn(shape, device=DEVICE) for _ in range(3)]
+    if wanted == "by-tokens":
+        given = [x.transpose(1, 2) for x in given]
+    results = []
+    for backend, turn in (("triton", lambda x: x), ("reference", lambda x: x.double())):
+        own = kernel if backend == "triton" else double(kernel)
+        q, k, v = (turn(x).detach() for x in given)
+        named = {"q": q, "k": k, "v": v, **dict(own.named_parameters())}
+        chosen = [x for name, x in named.items() if wanted in (name, "all", "by-tokens")]
+        for x in named.values():
+            x.requires_grad_(any(x is y for y in chosen))
+        out = mc.smooth(own, q, k, v, filter=mc.Causal(), backend=backend)
+        results.append(torch.autograd.grad(out.square().sum(), chosen))
+    for x, y in zip(*results, strict=True):
+        assert (x - y).norm() < 1e-4 * y.norm()
+
+
 def test_a_number_per_key_may_exceed_the_peak_of_a_distance():
     kernel = (mc.RBF() * mc.ALiBi(torch.tensor([0.5, 0.25]))).to(DEVICE)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16

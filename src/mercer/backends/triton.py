@@ -33,7 +33,7 @@ from ..term import (
 from . import Task, bands, triton_launch, triton_plan
 from .launches import INTERPRETED
 from .tapes import play
-from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, parse
+from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, parse
 from .triton_slots import Forms, Joined, form, slots_of, widths_of
 
 name = "triton"
@@ -105,9 +105,14 @@ def run(task: Task) -> Smoothed:
     none = task.v.new_empty(0, dtype=torch.float32)
     shape = (task.batch, task.heads, task.num_queries)
     scales, rows, cols, facts = [], [], [], []
-    for f in slots:
+    steer: Steer | None = None
+    weights: list[Tensor] = []
+    for n, f in enumerate(slots):
         number, mode, scale, log = 1.0, 0, none, NO_LOG
-        if isinstance(f, Steered) and not compiling:
+        if isinstance(f, Steered) and not compiling and _by_queries(f, task):
+            mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)
+            weights = [f.w.float()]
+        elif isinstance(f, Steered) and not compiling:
             steered = partial(_steered, task.v.dtype, shape, _bend(f.base), f.reach)
             mode, scale = 2, form(formed, steered, f.x, f.w, f.base.log)
         elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
@@ -127,17 +132,18 @@ def run(task: Task) -> Smoothed:
         rows.append(row)
         cols.append(col)
         link, param = (0, 0.0) if f.link is None else _code(f.link)
-        wants, saves = learns and scale.requires_grad, learns and col.requires_grad
+        by = [scale, f.q, *weights] if steer is not None and steer.slot == n else [scale]
+        wants, saves = learns and any(x.requires_grad for x in by), learns and col.requires_grad
         keys = learns and f.k.requires_grad
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys))
     dtype = task.v.dtype
     bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers), formed)
     q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]
-    given = (*q, *k, task.v, *scales, *rows, *cols)
+    given = (*q, *k, task.v, *scales, *rows, *cols, *weights)
     trains = learns and any(x is not None and x.requires_grad for x in (*given, *bias))
     static = Static(
         tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
-        triton_plan.by_tokens(q[0]), clip, shape,
+        triton_plan.by_tokens(q[0]), clip, shape, steer,
     )  # fmt: skip
     data = (rule.lengths, rule.ids, task.seed)
     if compiling:
@@ -198,6 +204,12 @@ def _at_least_one(table: Tensor) -> Tensor:
 def _code(link: Link) -> tuple[int, float]:
     param = getattr(link, "degree", getattr(link, "alpha", 0.0))
     return LINKS[type(link)], param
+
+
+def _by_queries(f: Steered, task: Task) -> bool:
+    """Whether the features that steer are those of the queries, as the kernels read them."""
+    whole = f.q.shape[:2] == (task.batch, task.heads)
+    return f.x is f.q and whole and f.q.dtype == task.v.dtype and f.q.stride(-1) == 1
 
 
 def _steered(
@@ -290,28 +302,65 @@ class _Fused(torch.autograd.Function):
         grads = play(
             "backward", ctx.static, (grad_out, grad_lse, *saved), partial(_back, ctx.static)
         )
-        count = len(saved) - 15
+        count = len(saved) - 15 - (ctx.static.steer is not None)
         return None, None, None, None, *_slots_of(grads[count:]), *grads[:count]
 
 
 def _start(
     static: Static, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    """Output, log_mass, what rounding took, and `Numbers`; `rest` is a bias and the tensors."""
+    """Output, log_mass, what rounding took, `Numbers`, and scales that queries steered.
+
+    `rest` is a bias and the tensors.
+    """
     inputs = Inputs.of(rest[3:], Bias(*rest[:3]), lengths, ids, seed)
+    scales = [] if static.steer is None else [_scaled(static.steer, inputs, rest[-1])]
     out, lse, low, ready = triton_launch.forward(inputs, static)
-    return [out, lse, low, *ready._replace(band=bands.kept(ready.band))]
+    return [out, lse, low, *ready._replace(band=bands.kept(ready.band)), *scales]
 
 
 def _back(
     static: Static, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
     low: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of tensors and bias; `rest` is `Numbers` and what the forward got."""
-    ready, (lengths, ids, seed), bias = Numbers(*rest[:6]), rest[6:9], Bias(*rest[9:12])
-    inputs = Inputs.of(rest[12:], bias, lengths, ids, seed)
+    """The gradients of tensors and bias; `rest` is what the forward formed and what it got."""
+    ready, rest, steer = Numbers(*rest[:6]), rest[6:], static.steer
+    scale: Any
+    scale, rest = (None, rest) if steer is None else (rest[0], rest[1:])
+    (lengths, ids, seed), bias = rest[:3], Bias(*rest[3:6])
+    inputs = Inputs.of(rest[6:], bias, lengths, ids, seed)
+    log = None
+    if steer is not None:
+        log, inputs.scale[steer.slot] = inputs.scale[steer.slot], scale
     band = bands.again(ready.band, bias, static, inputs.v)
-    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, static, band, ready)
+    grads = triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, static, band, ready)
+    if log is not None:
+        _steer_to(static, grads, inputs.q, rest[-1], log)
+    return grads
+
+
+def _scaled(steer: Steer, inputs: Inputs, w: Tensor) -> Tensor:
+    """The scales that queries steer, in place of the logarithm of their base."""
+    slot, bend, reach = steer
+    log = inputs.scale[slot].contiguous()
+    found = triton_launch.steer(inputs.q[slot], w.contiguous(), log, bend, reach)
+    inputs.scale[slot] = found
+    return found
+
+
+def _steer_to(static: Static, grads: list[Tensor], q: list[Tensor], w: Tensor, log: Tensor) -> None:
+    """The gradient of scales that queries steer, passed on to these, the weights and the base."""
+    assert static.steer is not None
+    slot, bend, reach = static.steer
+    at = 2 * len(q) + 1 + slot
+    if not static.slots[slot].wants:
+        dw, dlog = torch.zeros_like(w), torch.zeros_like(log)
+    else:
+        _, dw, dlog = triton_launch.steer_backward(
+            grads[at], q[slot], w.contiguous(), log.contiguous(), bend, reach, grads[slot]
+        )
+    grads[at] = dlog
+    grads.insert(5 * len(q) + 1, dw)
 
 
 def _slots_of(grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -409,19 +409,23 @@ def steer(x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
 
 
 def steer_backward(
-    grad: Tensor, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, w and log."""
+    grad: Tensor, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float,
+    to: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, w and log; that of x is added to one that is there."""
     batch, heads, length, width = x.shape
     parts = -(-length // PART)
-    dx = x.new_empty(x.shape)
-    dw, dlog = w.new_empty(batch, heads, parts, width), w.new_empty(batch, heads, parts)
+    dx = x.new_empty(x.shape) if to is None else to
+    sums = w.new_empty(batch, heads, parts, width + 1)
     helper(
         "steer_backward", (parts, batch * heads, 1),
-        {"WIDTH": room(width), "BM": 64, "PART": PART, "BEND": bend},
-        (x, w, log, grad.contiguous(), dx, dw, dlog), (*_steering(x, w, log), reach),
+        {"WIDTH": room(width), "BM": 64, "PART": PART, "BEND": bend, "ADD": to is not None},
+        (x, w, log, grad, dx, sums),
+        (*_steering(x, w, log), *strides_of(dx, batch), *grad.stride()[:2], reach),
     )  # fmt: skip
-    dw, dlog = dw.sum((0, 2)), dlog.sum((0, 2))
+    # Of each head, for all of w and for log.
+    total = sums.sum((0, 2))
+    dw, dlog = total[:, :width], total[:, width]
     dw = dw if w.shape[0] == heads else dw.sum(0, keepdim=True)
     return dx, dw, dlog if log.shape[0] == heads else dlog.sum(0, keepdim=True)
 

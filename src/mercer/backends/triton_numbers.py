@@ -146,14 +146,17 @@ def steer(
 
 @triton.jit
 def steer_backward(
-    X, W, LOG, GRAD, DX, DW, DLOG, num_heads, length, width, sxb, sxh, sxt, swh, slh, reach,
-    WIDTH: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr, BEND: tl.constexpr,
+    X, W, LOG, GRAD, DX, SUMS, num_heads, length, width, sxb, sxh, sxt, swh, slh, sdb, sdh, sdt, sgb, sgh,
+    reach, WIDTH: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr, BEND: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """dx, and over a part of the places dw and dlog: [B H, parts, width] and [B H, parts]."""
+    """dx, and over a part of the places dw and dlog: [B H, parts, width + 1].
+
+    ADD: dx is added to what is there.
+    """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     e = tl.arange(0, WIDTH)
-    line = bh.to(tl.int64) * length
     dw = tl.zeros((WIDTH,), tl.float32)
     dlog = tl.zeros((BM,), tl.float32)
     first = tl.program_id(0) * PART
@@ -162,13 +165,16 @@ def steer_backward(
         x, w, bend, slope, precision = _steered(
             X, W, LOG, b, h, n, length, width, sxb, sxh, sxt, swh, slh, reach, WIDTH, BEND
         )
-        moved = -2.0 * precision * tl.load(GRAD + line + n, mask=n < length, other=0.0)
+        moved = -2.0 * precision * tl.load(GRAD + b * sgb + h * sgh + n, mask=n < length, other=0.0)
         score = moved * (1.0 - bend * bend)
         dlog += moved * slope
         dw += tl.sum(score[:, None] * x, 0)
-        target = DX + (line + n[:, None]) * width + e[None, :]
+        target = DX + b * sdb + h * sdh + n[:, None].to(tl.int64) * sdt + e[None, :]
         mask = (n < length)[:, None] & (e < width)[None, :]
-        tl.store(target, (score[:, None] * w[None, :]).to(DX.dtype.element_ty), mask=mask)
-    part = bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(DW + part * width + e, dw, mask=e < width)
-    tl.store(DLOG + part, tl.sum(dlog, 0))
+        dx = score[:, None] * w[None, :]
+        if ADD:
+            dx += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target, dx.to(DX.dtype.element_ty), mask=mask)
+    part = SUMS + (bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (width + 1)
+    tl.store(part + e, dw, mask=e < width)
+    tl.store(part + width, tl.sum(dlog, 0))

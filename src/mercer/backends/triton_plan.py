@@ -36,6 +36,17 @@ class Slot(NamedTuple):
     keys: bool = True  # the keys have a gradient
 
 
+class Steer(NamedTuple):
+    """A slot whose queries steer their own scales, how these are formed, and how far they reach.
+
+    Its scale is the logarithm of the base; the weights come last among the tensors.
+    """
+
+    slot: int
+    bend: Log
+    reach: float
+
+
 class Static(NamedTuple):
     """All that is no tensor."""
 
@@ -48,6 +59,7 @@ class Static(NamedTuple):
     tokens: bool  # outputs and gradients lie token by token, [B, T, H, D] in memory
     clip: int  # how far a table reaches each way; -1 without one
     shape: tuple[int, int, int]  # batch, heads, queries
+    steer: Steer | None = None
 
     def text(self) -> str:
         """What has no size, for operators, which take numbers, text and tensors."""
