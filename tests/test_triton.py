@@ -190,7 +190,7 @@ def test_queries_that_are_far_from_all_keys(name, filter, dtype):
         # Where queries steer bandwidths, rounding what the forward gives makes the gradients of
         # queries and keys here uncertain by a tenth, in any backward.
         if dtype == torch.float32 or name == "rbf" or n in (0, 3):
-            assert (x - y).norm() < (1e-4 if dtype == torch.float32 else 0.03) * y.norm()
+            assert (x - y).norm() < (1e-3 if dtype == torch.float32 else 0.03) * y.norm()
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "weight", "log_bandwidth", "all", "by-tokens"])

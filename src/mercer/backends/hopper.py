@@ -22,9 +22,10 @@ from .triton_sizes import on_hopper, shared_memory
 GROUP = 64
 # The most features of two slots and the values that a group has the registers for.
 ROOM = 256
-# From so many features and values on, it pays to store what gradients of queries are made of, and
-# from so many on in a window that is no longer than WINDOW; of at most so many pairs at a time.
-WIDE, NARROW, PAIRS = 256, 128, 2**30
+# From so many features and values on, it pays to store what gradients of queries are made of; of
+# at most so many pairs at a time. In a window with half of that many it would be 2 % faster, and
+# take five times the memory.
+WIDE, PAIRS = 256, 2**30
 # At least so many programs of a share of the heads for each processor: with 4 it was 2 % faster
 # than not to store, with 8 10 %.
 LEAST = 3
@@ -35,8 +36,6 @@ ROUNDS = 16
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
 TO_KEYS = (64, 128, 8, 4)
-# Up to such a window, narrow features are stored, too.
-WINDOW = 2048
 
 
 # Gluon, the language they are in, changes with every Triton: those that they were run with. They
@@ -70,8 +69,7 @@ def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
 def stores(p: Plan, grad: Tensor) -> bool:
     """Whether the gradients of queries come from what the pass over keys stores, heads by heads."""
     c = p.constants
-    wide = len(p.static.filter) == 1
-    wide = wide and c["E0"] + c["E1"] + c["V"] >= (NARROW if _window(p) <= WINDOW else WIDE)
+    wide = c["E0"] + c["E1"] + c["V"] >= WIDE and len(p.static.filter) == 1
     # Numbers per key as columns of a product, where scales of queries need them.
     steered = c["MODE0"] == 2 and c["HAS_COL0"] and not p.spread
     return wide and not steered and takes(p, grad) and _share(p) > 0

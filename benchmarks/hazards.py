@@ -1,0 +1,233 @@
+"""Reads compiled kernels for registers that change while a matrix product may still read them.
+
+    python benchmarks/hazards.py [--kernels rbf,lookup] [--filters causal,window] [--widths 64,128]
+
+On Hopper a product reads its operands while the program goes on, and whoever writes them must have
+waited for it. Triton should see to that, and in 3.6 does not always (docs/performance.md). Here the
+fused kernels are compiled for Hopper, which takes no GPU, and their machine code is followed twice
+through each loop: what a product in flight reads from registers may not be written before a wait
+has covered it. Branches are taken as if they fell through, so a finding is a place to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mercer as mc
+from mercer.backends import (
+    bands,
+    fused_squares,
+    hopper,
+    launches,
+    tapes,
+    triton,
+    triton_launch,
+    triton_plan,
+)
+
+HEADS, LENGTH, ROWS = 2, 300, 801
+PROCESSORS, SHARED = 132, 232448
+AS_HOPPER = {"settles": True, "available": True, "copying": True, "processors": PROCESSORS}
+KERNELS = {
+    "softmax": lambda width: mc.Exponential(),
+    "rbf": lambda width: mc.RBF(9.0),
+    "alibi": lambda width: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(HEADS)),
+    "adaptive": lambda width: mc.AdaptiveRBF(width, heads=HEADS),
+    "product": lambda width: mc.Exponential() * mc.Exponential(on="position"),
+    "relative-sinusoid": lambda width: mc.Exponential() * mc.RelativeSinusoid(),
+    "lookup": lambda width: mc.Exponential() * mc.Lookup(_table(65, width)),
+    "lookup-all": lambda width: mc.Exponential() * mc.Lookup(_table(ROWS, width)),
+    "polynomial": lambda width: mc.Polynomial(2),
+    "linear": lambda width: mc.Polynomial(2),
+    "rational": lambda width: mc.RationalQuadratic(9.0),
+    "laplace": lambda width: mc.Laplace(9.0),
+}
+FILTERS = {
+    "causal": mc.Causal(),
+    "full": mc.Full(),
+    "window": mc.Window(70, 30),
+    "padding": mc.Causal() & mc.Padding([211]),
+}
+
+
+def _table(rows: int, width: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(rows, width))
+
+
+class Hopper:
+    """What Triton asks of a GPU before it compiles."""
+
+    launcher_cls = None
+
+    class utils:
+        @staticmethod
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"max_shared_mem": SHARED, "multiprocessor_count": PROCESSORS}
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+class Compiled:
+    """Compiles what would be started, and keeps what was found in it."""
+
+    def __init__(self) -> None:
+        from triton.runtime import driver
+        from triton.runtime.jit import JITFunction
+
+        self.seen: set[tuple[Any, ...]] = set()
+        self.found: list[str] = []
+        self.case = ""
+        driver.set_active(Hopper())
+        inner = JITFunction.run
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            compiled = inner(kernel, *args, grid=grid, warmup=True, **options)
+            self.read(kernel.fn.__name__, compiled)
+            return compiled
+
+        JITFunction.run = run
+        launches.Launch.__call__ = lambda launch, tensors, numbers: launch.kernel[launch.grid](
+            *tensors, *numbers, **launch.constants, **launch.options
+        )
+        # As on such a GPU, though tensors lie elsewhere.
+        tapes.enabled = False
+        triton.INTERPRETED = fused_squares.INTERPRETED = True
+        for module in (bands, fused_squares, hopper, triton_launch, triton_plan):
+            for name, value in AS_HOPPER.items():
+                if hasattr(module, name):
+                    setattr(module, name, lambda device, value=value: value)
+
+    def read(self, name: str, compiled: Any) -> None:
+        if compiled.hash in self.seen:
+            return
+        self.seen.add(compiled.hash)
+        if found := sorted(set(overwritten(machine_code(compiled.asm["cubin"])))):
+            self.found.append(f"{self.case}: {name}, {len(found)} times, as in: {found[0]}")
+            print(self.found[-1], flush=True)
+
+
+def machine_code(cubin: bytes) -> str:
+    import triton as compiler
+
+    tool = Path(compiler.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def overwritten(code: str) -> Iterator[str]:
+    """Instructions in loops that write what a product may still read."""
+    for body in loops(code):
+        # One entry for each group of products, with the registers that they read.
+        flying: list[set[int]] = []
+        group: set[int] = set()
+        for line in body * 2:
+            name, _, rest = re.sub(r"^@!?U?P\w+ ", "", line).partition(" ")
+            if name.startswith("HGMMA"):
+                if operand := re.match(r"R\d+, R(\d+),", rest):
+                    first = int(operand[1])
+                    group |= set(range(first, first + 4))
+                if "gsb0" in rest:
+                    flying.append(group)
+                    group = set()
+            elif name.startswith("WARPGROUP.DEPBAR"):
+                left = int(rest.split(",")[1], 16)
+                flying = flying[len(flying) - left :] if left < len(flying) else flying
+            elif written(name, rest) & set().union(*flying):
+                yield line
+
+
+def loops(code: str) -> Iterator[list[str]]:
+    """Their instructions, from where a branch goes back to as far as that branch."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for text in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", text):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;", text):
+            lines.append(instruction[1])
+    for n, line in enumerate(lines):
+        back = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+        if back and labels.get(back[1], n + 1) <= n:
+            body = lines[labels[back[1]] : n + 1]
+            # A loop over others is not one of products.
+            if any("HGMMA" in x for x in body) and len(body) < 3000:
+                yield body
+
+
+def written(name: str, rest: str) -> set[int]:
+    """The registers that an instruction gives."""
+    if name.startswith(("ST", "RED", "SYNCS", "BAR", "ISETP", "FSETP", "LDGSTS")):
+        return set()
+    if not (first := re.match(r"R(\d+)(?=[.,]|$)", rest)):
+        return set()
+    wide = 2 if ".64" in name or "WIDE" in name else 1
+    if ".128" in name or name.endswith("M88.4"):
+        wide = 4
+    return set(range(int(first[1]), int(first[1]) + wide))
+
+
+def run(kernel: str, shown: mc.Filter, width: int) -> None:
+    linear = kernel == "linear"
+    length = 4500 if linear else LENGTH
+    module = KERNELS[kernel](width)
+    parts = sorted(module.query_parts | {"content"})
+
+    def draw() -> torch.Tensor:
+        x = torch.zeros(1, HEADS, length, width, dtype=torch.bfloat16)
+        return x.requires_grad_()
+
+    q, k = (mc.Features(**{part: draw() for part in parts}) for _ in range(2))
+    v = draw()
+    out = mc.smooth(module, q, k, v, filter=shown, backend="linear" if linear else "triton")
+    wanted = [*q.tensors(), *k.tensors(), v, *module.parameters()]
+    torch.autograd.grad(out.float().square().sum(), wanted, allow_unused=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kernels", default=",".join(KERNELS))
+    parser.add_argument("--filters", default=",".join(FILTERS))
+    parser.add_argument("--widths", default="64,128")
+    options = parser.parse_args()
+    compiled = Compiled()
+    for kernel in options.kernels.split(","):
+        for name in options.filters.split(","):
+            for width in map(int, options.widths.split(",")):
+                compiled.case = f"{kernel}, {name}, width {width}"
+                try:
+                    run(kernel, FILTERS[name], width)
+                except (ValueError, RuntimeError, NotImplementedError) as error:
+                    print(f"{compiled.case}: not compiled: {error}", flush=True)
+        print(f"{kernel}: {len(compiled.seen)} kernels so far", flush=True)
+    count = len(compiled.found)
+    print(f"{len(compiled.seen)} kernels, {count} to look at")
+    raise SystemExit(1 if count else 0)
+
+
+if __name__ == "__main__":
+    main()
