@@ -30,10 +30,10 @@ from ..term import (
     Steered,
     repeat,
 )
-from . import Task, bands, triton_launch, triton_plan
+from . import Task, bands, triton_launch, triton_plan, triton_steer
 from .launches import INTERPRETED
 from .tapes import play
-from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, parse
+from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, expanded, parse
 from .triton_slots import Forms, Joined, form, slots_of, widths_of
 
 name = "triton"
@@ -109,11 +109,11 @@ def run(task: Task) -> Smoothed:
     weights: list[Tensor] = []
     for n, f in enumerate(slots):
         number, mode, scale, log = 1.0, 0, none, NO_LOG
-        if isinstance(f, Steered) and not compiling and _by_queries(f, task):
+        if isinstance(f, Steered) and not compiling and triton_steer.by_queries(f, task):
             mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)
             weights = [f.w.float()]
         elif isinstance(f, Steered) and not compiling:
-            steered = partial(_steered, task.v.dtype, shape, _bend(f.base), f.reach)
+            steered = partial(triton_steer.steered, task.v.dtype, shape, _bend(f.base), f.reach)
             mode, scale = 2, form(formed, steered, f.x, f.w, f.base.log)
         elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
             mode, scale, log = 1, f.given.log.float(), _bend(f.given)
@@ -170,7 +170,7 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -
         return Bias(), -1
     if isinstance(bias, Scored) and bias.clip > 0:
         asking = bias.q.to(task.v.dtype)
-        asking = _expanded(asking, task.batch, *asking.shape[1:])
+        asking = expanded(asking, task.batch, *asking.shape[1:])
         rows = bias.past() if sided else bias.rows
         rows = rows if rows.dtype == task.v.dtype else rows.float()
         if bias.formed is not None and formed is not None and rows is bias.rows:
@@ -187,11 +187,6 @@ def _bend(scale: LogScale) -> Log:
     return (2, scale.offset, scale.bounds[0] + BEND, scale.bounds[1] - BEND, BEND)
 
 
-def _expanded(x: Tensor, *shape: int) -> Tensor:
-    """x of that shape: a view, which has a step backward of its own, only where it must be one."""
-    return x if x.shape == shape else x.expand(shape)
-
-
 def _full(row: Tensor, shape: tuple[int, int, int]) -> Tensor:
     return repeat(row, shape[0], shape[1]).float()
 
@@ -204,51 +199,6 @@ def _at_least_one(table: Tensor) -> Tensor:
 def _code(link: Link) -> tuple[int, float]:
     param = getattr(link, "degree", getattr(link, "alpha", 0.0))
     return LINKS[type(link)], param
-
-
-def _by_queries(f: Steered, task: Task) -> bool:
-    """Whether the features that steer are those of the queries, as the kernels read them."""
-    whole = f.q.shape[:2] == (task.batch, task.heads)
-    return f.x is f.q and whole and f.q.dtype == task.v.dtype and f.q.stride(-1) == 1
-
-
-def _steered(
-    dtype: torch.dtype, shape: tuple[int, int, int], bend: Log, reach: float, x: Tensor, w: Tensor,
-    log: Tensor,
-) -> Tensor:  # fmt: skip
-    """The scale of every query."""
-    x = x.to(dtype)
-    x = _expanded(x, x.shape[0], shape[1], *x.shape[2:])
-    return _expanded(_Steer.apply(x, w.float(), log.float(), bend, reach), *shape)
-
-
-class _Steer(torch.autograd.Function):
-    """The scales that queries steer, in one kernel each way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
-        x, w, log = triton_plan.readable_rows(x), w.contiguous(), log.contiguous()
-        ctx.save_for_backward(x, w, log)
-        ctx.rest = bend, reach
-        (found,) = play("steer", ctx.rest, (x, w, log), partial(_steer, bend, reach))
-        return found
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        given = (grad, *ctx.saved_tensors)
-        found = play("steer back", ctx.rest, given, partial(_steer_back, *ctx.rest))
-        return (*found, None, None)
-
-
-def _steer(bend: Log, reach: float, x: Tensor, w: Tensor, log: Tensor) -> list[Tensor]:
-    return [triton_launch.steer(x, w, log, bend, reach)]
-
-
-def _steer_back(
-    bend: Log, reach: float, grad: Tensor, x: Tensor, w: Tensor, log: Tensor
-) -> list[Tensor]:
-    return [*triton_launch.steer_backward(grad, x, w, log, bend, reach)]
 
 
 class _Turn(torch.autograd.Function):
@@ -314,7 +264,7 @@ def _start(
     `rest` is a bias and the tensors.
     """
     inputs = Inputs.of(rest[3:], Bias(*rest[:3]), lengths, ids, seed)
-    scales = [] if static.steer is None else [_scaled(static.steer, inputs, rest[-1])]
+    scales = [] if static.steer is None else [triton_steer.scaled(static.steer, inputs, rest[-1])]
     out, lse, low, ready = triton_launch.forward(inputs, static)
     return [out, lse, low, *ready._replace(band=bands.kept(ready.band)), *scales]
 
@@ -335,32 +285,8 @@ def _back(
     band = bands.again(ready.band, bias, static, inputs.v)
     grads = triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, static, band, ready)
     if log is not None:
-        _steer_to(static, grads, inputs.q, rest[-1], log)
+        triton_steer.pass_on(static, grads, inputs.q, rest[-1], log)
     return grads
-
-
-def _scaled(steer: Steer, inputs: Inputs, w: Tensor) -> Tensor:
-    """The scales that queries steer, in place of the logarithm of their base."""
-    slot, bend, reach = steer
-    log = inputs.scale[slot].contiguous()
-    found = triton_launch.steer(inputs.q[slot], w.contiguous(), log, bend, reach)
-    inputs.scale[slot] = found
-    return found
-
-
-def _steer_to(static: Static, grads: list[Tensor], q: list[Tensor], w: Tensor, log: Tensor) -> None:
-    """The gradient of scales that queries steer, passed on to these, the weights and the base."""
-    assert static.steer is not None
-    slot, bend, reach = static.steer
-    at = 2 * len(q) + 1 + slot
-    if not static.slots[slot].wants:
-        dw, dlog = torch.zeros_like(w), torch.zeros_like(log)
-    else:
-        _, dw, dlog = triton_launch.steer_backward(
-            grads[at], q[slot], w.contiguous(), log.contiguous(), bend, reach, grads[slot]
-        )
-    grads[at] = dlog
-    grads.insert(5 * len(q) + 1, dw)
 
 
 def _slots_of(grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -17,7 +17,6 @@ from .launches import INTERPRETED, NO_OWN, Launch, helper, launch_of
 from .triton_plan import (
     NO_LOG,
     Inputs,
-    Log,
     Numbers,
     Plan,
     Slot,
@@ -391,51 +390,6 @@ def _reduced(grad: Tensor, given: Tensor) -> Tensor:
     if given.shape[0] != grad.shape[0]:
         grad = grad.sum(0, keepdim=True, dtype=torch.float32)
     return grad.to(given.dtype).contiguous()
-
-
-# Places of a sum that one program takes.
-PART = 1024
-
-
-def steer(x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
-    """1 / s_i^2, [B, H, T], for log s_i = log s + reach tanh(<x_i, w> / reach)."""
-    batch, heads, length, width = x.shape
-    out = w.new_empty(batch, heads, length)
-    helper(
-        "steer", (-(-length // 64), batch * heads, 1), {"WIDTH": room(width), "BM": 64, "BEND": bend},
-        (x, w, log, out), (*_steering(x, w, log), reach),
-    )  # fmt: skip
-    return out
-
-
-def steer_backward(
-    grad: Tensor, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float,
-    to: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, w and log; that of x is added to one that is there."""
-    batch, heads, length, width = x.shape
-    parts = -(-length // PART)
-    dx = x.new_empty(x.shape) if to is None else to
-    sums = w.new_empty(batch, heads, parts, width + 1)
-    helper(
-        "steer_backward", (parts, batch * heads, 1),
-        {"WIDTH": room(width), "BM": 64, "PART": PART, "BEND": bend, "ADD": to is not None},
-        (x, w, log, grad, dx, sums),
-        (*_steering(x, w, log), *strides_of(dx, batch), *grad.stride()[:2], reach),
-    )  # fmt: skip
-    # Of each head, for all of w and for log.
-    total = sums.sum((0, 2))
-    dw, dlog = total[:, :width], total[:, width]
-    dw = dw if w.shape[0] == heads else dw.sum(0, keepdim=True)
-    return dx, dw, dlog if log.shape[0] == heads else dlog.sum(0, keepdim=True)
-
-
-def _steering(x: Tensor, w: Tensor, log: Tensor) -> tuple[int, ...]:
-    heads, length, width = x.shape[1:]
-    return (
-        heads, length, width, *strides_of(x, x.shape[0]), 0 if w.shape[0] == 1 else w.stride(0),
-        0 if log.shape[0] == 1 else 1,
-    )  # fmt: skip
 
 
 def turn(x: Tensor, waves: Tensor, sign: float) -> Tensor:

@@ -277,6 +277,11 @@ def strides_of(x: Tensor, batch: int) -> tuple[int, int, int]:
     return b, x.stride(1), x.stride(2)
 
 
+def expanded(x: Tensor, *shape: int) -> Tensor:
+    """x of that shape: a view, which has a step backward of its own, only where it must be one."""
+    return x if x.shape == shape else x.expand(shape)
+
+
 def readable_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
