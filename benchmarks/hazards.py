@@ -1,6 +1,6 @@
 """Reads compiled kernels for registers that change while a matrix product may still read them.
 
-    python benchmarks/hazards.py [--kernels rbf,lookup] [--filters causal,window] [--widths 64,128]
+    python benchmarks/hazards.py [--kernels rbf,lookup] [--filters causal] [--widths 64,128]
 
 On Hopper a product reads its operands while the program goes on, and whoever writes them must have
 waited for it. Triton should see to that, and in 3.6 does not always (docs/performance.md). Here the
@@ -16,6 +16,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +33,17 @@ from mercer.backends import (
     triton_launch,
     triton_plan,
 )
+from mercer.bench.catalogue import KERNELS
+from mercer.bench.workload import Workload
 
-HEADS, LENGTH, ROWS = 2, 300, 801
+HEADS, LENGTH = 2, 300
 PROCESSORS, SHARED = 132, 232448
 AS_HOPPER = {"settles": True, "available": True, "copying": True, "processors": PROCESSORS}
-KERNELS = {
-    "softmax": lambda width: mc.Exponential(),
-    "rbf": lambda width: mc.RBF(9.0),
-    "alibi": lambda width: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(HEADS)),
-    "adaptive": lambda width: mc.AdaptiveRBF(width, heads=HEADS),
-    "product": lambda width: mc.Exponential() * mc.Exponential(on="position"),
-    "relative-sinusoid": lambda width: mc.Exponential() * mc.RelativeSinusoid(),
-    "lookup": lambda width: mc.Exponential() * mc.Lookup(_table(65, width)),
-    "lookup-all": lambda width: mc.Exponential() * mc.Lookup(_table(ROWS, width)),
-    "polynomial": lambda width: mc.Polynomial(2),
-    "linear": lambda width: mc.Polynomial(2),
-    "rational": lambda width: mc.RationalQuadratic(9.0),
-    "laplace": lambda width: mc.Laplace(9.0),
-}
-FILTERS = {
-    "causal": mc.Causal(),
-    "full": mc.Full(),
-    "window": mc.Window(70, 30),
-    "padding": mc.Causal() & mc.Padding([211]),
-}
-
-
-def _table(rows: int, width: int) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.randn(rows, width))
+# Besides the kernels of `mercer bench`: a table that reaches all pairs, and polynomials by states,
+# of which there are some from so many places on.
+EVERYWHERE, LINEAR, STATES = "lookup-all", "linear", 4500
+BASES = {EVERYWHERE: "lookup", LINEAR: "polynomial"}
+NAMES = (*KERNELS, *BASES)
 
 
 class Hopper:
@@ -189,20 +173,19 @@ def written(name: str, rest: str) -> set[int]:
     return set(range(int(first[1]), int(first[1]) + wide))
 
 
-def run(kernel: str, shown: mc.Filter, width: int) -> None:
-    linear = kernel == "linear"
-    length = 4500 if linear else LENGTH
-    module = KERNELS[kernel](width)
-    parts = sorted(module.query_parts | {"content"})
-
-    def draw() -> torch.Tensor:
-        x = torch.zeros(1, HEADS, length, width, dtype=torch.bfloat16)
-        return x.requires_grad_()
-
-    q, k = (mc.Features(**{part: draw() for part in parts}) for _ in range(2))
-    v = draw()
-    out = mc.smooth(module, q, k, v, filter=shown, backend="linear" if linear else "triton")
-    wanted = [*q.tensors(), *k.tensors(), v, *module.parameters()]
+def run(name: str, shown: str, width: int) -> None:
+    """One call, forward and backward."""
+    workload = Workload(
+        batch=1, heads=HEADS, length=STATES if name == LINEAR else LENGTH, dim=width,
+        dtype=torch.bfloat16, device=torch.device("cpu"), filter=shown,
+    )  # fmt: skip
+    given = workload.inputs(BASES.get(name, name))
+    if name == EVERYWHERE:
+        rows = torch.nn.Parameter(torch.randn(2 * LENGTH + 1, width))
+        given = replace(given, kernel=mc.Exponential() * mc.Lookup(rows))
+    backend = LINEAR if name == LINEAR else "triton"
+    out = mc.smooth(given.kernel, given.q, given.k, given.v, filter=given.filter, backend=backend)
+    wanted = [x for x in given.named(parameters=True).values() if x.requires_grad]
     torch.autograd.grad(out.float().square().sum(), wanted, allow_unused=True)
 
 
@@ -210,20 +193,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kernels", default=",".join(KERNELS))
-    parser.add_argument("--filters", default=",".join(FILTERS))
+    parser.add_argument("--kernels", default=",".join(NAMES))
+    parser.add_argument(
+        "--filters", default="causal,full,window:70:30", help="as of `mercer bench`"
+    )
     parser.add_argument("--widths", default="64,128")
     options = parser.parse_args()
+    names = options.kernels.split(",")
+    if unknown := sorted(set(names) - set(NAMES)):
+        parser.error(f"no kernel is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
     compiled = Compiled()
-    for kernel in options.kernels.split(","):
-        for name in options.filters.split(","):
+    for name in names:
+        for shown in options.filters.split(","):
+            # States know no windows.
+            if name == LINEAR and shown not in ("causal", "full"):
+                continue
             for width in map(int, options.widths.split(",")):
-                compiled.case = f"{kernel}, {name}, width {width}"
-                try:
-                    run(kernel, FILTERS[name], width)
-                except (ValueError, RuntimeError, NotImplementedError) as error:
-                    print(f"{compiled.case}: not compiled: {error}", flush=True)
-        print(f"{kernel}: {len(compiled.seen)} kernels so far", flush=True)
+                compiled.case = f"{name}, {shown}, width {width}"
+                run(name, shown, width)
+        print(f"{name}: {len(compiled.seen)} kernels so far", flush=True)
     count = len(compiled.found)
     print(f"{len(compiled.seen)} kernels, {count} to look at")
     raise SystemExit(1 if count else 0)

@@ -233,7 +233,7 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     from . import triton_stored
 
     c, slot = p.constants, p.static.slots[0]
-    flags = {"TOKENS": p.static.tokens, "STORE": _together(p)}
+    flags: dict[str, Any] = {"TOKENS": p.static.tokens}
     if name == "stored_to_queries":
         bm, bn, warps, stages = _to_queries(p)
         names: tuple[str, ...] = ("E0", "E1", "MODE0", "LOG0", "HAS_COL0", "FILTER")
@@ -242,6 +242,8 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     else:
         bm, bn, warps, stages = TO_KEYS
         names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)
+        # As many queries as the other reader takes at a time.
+        flags["ALIGN"] = _to_queries(p)[0]
     constants = {name: c[name] for name in names} | flags | {"BM": bm, "BN": bn}
     options = {"num_warps": warps, "num_stages": stages}
     kernel = getattr(triton_stored, name)

@@ -13,8 +13,6 @@ from .triton_kernels import COLUMNS, _block, _key_range, _query_blocks, _row_of,
 
 # Keys whose pairs lie side by side: those of a program of the pass over keys.
 TILE = tl.constexpr(128)
-# Queries of a block there.
-BLOCK = tl.constexpr(64)
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
@@ -26,7 +24,7 @@ def stored_to_queries(
     seed, number0, number1, dropout, offset,
     E0: tl.constexpr, E1: tl.constexpr, MODE0: tl.constexpr, LOG0: tl.constexpr,
     HAS_COL0: tl.constexpr, FILTER: tl.constexpr, NORM0: tl.constexpr, WANT0: tl.constexpr,
-    HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, STORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq and dscale of one block of queries."""
     part = tl.program_id(1)
@@ -49,9 +47,7 @@ def stored_to_queries(
     h0, h1 = h // group0, h // group1
     for key in tl.range(start, stop, BN):
         tile = key // TILE * TILE
-        origin, _ = _query_blocks(
-            tile, b, first, LENGTHS, num_queries, num_keys, TILE, STORE * BLOCK, FILTER
-        )
+        origin, _ = _query_blocks(tile, b, first, LENGTHS, num_queries, num_keys, TILE, BM, FILTER)
         u = tl.trans(PAIRS.load([0, part, key, block * BM - origin]).reshape(BN, BM))
         k = _block(K0, b, h0, skb0, skt0, key, e0, num_keys, BN, E0, False, True)
         dq0 = tl.dot(u, k, dq0)
@@ -91,7 +87,7 @@ def stored_to_keys(
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout, offset,
-    E1: tl.constexpr, FILTER: tl.constexpr, TOKENS: tl.constexpr, STORE: tl.constexpr, BM: tl.constexpr,
+    E1: tl.constexpr, FILTER: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """dk of the second slot, of one block of keys."""
@@ -99,9 +95,7 @@ def stored_to_keys(
     bh = part + offset
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     low = tl.program_id(0) * BN
-    origin, stop = _query_blocks(
-        low, b, first, LENGTHS, num_queries, num_keys, BN, STORE * BLOCK, FILTER
-    )
+    origin, stop = _query_blocks(low, b, first, LENGTHS, num_queries, num_keys, BN, ALIGN, FILTER)
     dk = tl.zeros((BN, E1), tl.float32)
     for query in tl.range(origin, stop, BM):
         u = PAIRS.load([0, part, low, query - origin]).reshape(BN, BM)
