@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not RUNS, reason="needs a Hopper GPU and Triton 
 LONG = Shape(heads=2, kv_heads=2, queries=300, keys=300, values=128)
 WIDE = Shape(heads=4, kv_heads=2, queries=130, keys=390, values=128)
 CROSS = Shape(heads=4, kv_heads=2, queries=130, keys=390, values=64)
+NARROW = Shape(heads=2, kv_heads=2, queries=300, keys=300, values=64)
 DOCUMENTS = torch.arange(300).div(90, rounding_mode="floor").expand(2, -1)
 
 
@@ -59,17 +60,35 @@ CASES = {
     "band": (_band, 64, mc.Causal(), CROSS),
     "band-wide": (_band, 128, mc.Causal(), LONG),
     "sinusoids": (_sinusoids, 64, mc.Causal(), LONG),
+    "summed": (lambda dim: mc.RBF([8.0, 11.0]), 64, mc.Causal(), NARROW),
+    "summed-full": (lambda dim: mc.Exponential(), 64, mc.Full(), NARROW),
+    "summed-cross": (lambda dim: mc.RBF(9.0), 40, mc.Window(90, 10), CROSS),
+    "summed-window": (lambda dim: mc.RBF([8.0, 11.0]), 64, mc.Window(70, 30), NARROW),
+    "summed-padding": (lambda dim: mc.RBF(9.0), 64, mc.Causal() & mc.Padding([211, 0]), NARROW),
+    "summed-documents": (lambda dim: mc.RBF(9.0), 64, mc.Documents(DOCUMENTS), NARROW),
+    "summed-strided": (lambda dim: mc.RBF(9.0), 64, mc.Strided(17), NARROW),
+    "summed-alibi": (
+        lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 64, mc.Causal(), NARROW
+    ),
+    "summed-slopes": (
+        lambda dim: mc.RBF([8.0, 11.0]) * mc.ALiBi(mc.ALiBi.standard(2)), 64, mc.Causal(), NARROW
+    ),
 }  # fmt: skip
 
 
-def run(name, dtype, monkeypatch):
+WINDOW = mc.Window(200, 0)
+SUMMED = [name for name in CASES if name.startswith("summed")]
+
+
+def run(name, dtype, monkeypatch, many=1):
     """(What groups give, what the other pass gives, float64's, how often groups ran)."""
     make, dim, filter, shape = CASES[name]
     torch.manual_seed(0)
     case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
     monkeypatch.setattr(triton_plan, "STORED", 1)
+    monkeypatch.setattr(hopper, "MANY_KEYS", many)
     ran = []
-    for way in ("keys", "all_passes") if hopper.all_passes else ("keys",):
+    for way in ("keys", "one_pass", "all_passes")[: 3 if hopper.all_passes else 2]:
         inner = getattr(hopper, way)
         monkeypatch.setattr(hopper, way, lambda *a, inner=inner: (ran.append(1), inner(*a))[1])
     got = case.run("triton", log_mass=True)
@@ -91,6 +110,74 @@ def test_groups_give_what_the_other_pass_gives(name, dtype, monkeypatch):
         error, usual = ((y[what].double() - x)[finite].norm().item() for y in (got, other))
         size = x[finite].norm().item()
         assert error <= 1.1 * usual + 1e-4 * size, f"{what}: {error:.2e}, other {usual:.2e}"
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_fewer_keys_take_two_passes(name, monkeypatch):
+    _, other, want, _ = run(name, torch.bfloat16, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(tapes, "_tapes", {})
+    monkeypatch.setattr(hopper, "one_pass", None)
+    two, *_, ran = run(name, torch.bfloat16, monkeypatch, many=math.inf)
+    assert ran == 2
+    for what, x in want.items():
+        finite = x.isfinite()
+        error, usual = ((y[what].double() - x)[finite].norm().item() for y in (two, other))
+        assert error <= 1.1 * usual + 1e-4 * x[finite].norm().item(), what
+
+
+def summed(monkeypatch, change=lambda q, k, v, grad: None, filter=WINDOW):
+    """Gradients of q, k and v in one pass, of inputs that were changed."""
+    monkeypatch.setattr(hopper, "MANY_KEYS", 1)
+    monkeypatch.setattr(hopper, "keys", None)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shape, like = (2, 2, 500, 64), {"device": DEVICE, "dtype": torch.bfloat16}
+    given = [torch.randn(shape, generator=generator, **like) for _ in range(4)]
+    change(*given)
+    q, k, v, grad = given
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = mc.smooth(mc.RBF(8.0).to(DEVICE), *inputs, filter=filter, backend="triton")
+    return torch.autograd.grad(out, inputs, grad)
+
+
+@pytest.mark.parametrize("power", [-60, 40])
+def test_sums_have_as_many_digits_whatever_their_size(power, monkeypatch):
+    got = summed(monkeypatch)
+    scaled = summed(monkeypatch, lambda q, k, v, grad: grad.mul_(2.0**power))
+    assert all(torch.equal(a * 2.0**power, b) for a, b in zip(got, scaled, strict=True))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e18])
+def test_what_nobody_sees_leaves_sums_as_they_are(value, monkeypatch):
+    filter = mc.Window(200, 0) & mc.Padding([300, 500])
+
+    def change(q, k, v, grad):
+        k[0, :, 300:] = v[0, :, 300:] = value
+
+    plain, among = summed(monkeypatch, filter=filter), summed(monkeypatch, change, filter)
+    assert torch.equal(plain[0], among[0])
+
+
+def test_a_gradient_that_is_not_finite_stays_among_its_neighbours(monkeypatch):
+    def change(q, k, v, grad):
+        grad[0, 0, 130, 5] = math.nan
+
+    plain, (dq, *_) = summed(monkeypatch), summed(monkeypatch, change)
+    assert dq[0, 0, 130].isnan().all()
+    same = torch.ones(500, dtype=torch.bool)
+    same[128:192] = False
+    assert torch.equal(dq[:, :, same], plain[0][:, :, same])
+    assert torch.equal(dq[1], plain[0][1])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_who_sees_what_is_not_finite_has_no_gradient(value, monkeypatch):
+    def change(q, k, v, grad):
+        v[0, 0, 100] = value
+
+    plain, (dq, *_) = summed(monkeypatch), summed(monkeypatch, change)
+    assert not dq[0, 0, 100:301].isfinite().any()
+    assert torch.equal(dq[0, 0, 320:], plain[0][0, 0, 320:])
 
 
 @pytest.mark.parametrize("name", ["rbf", "wide-cross", "wide-window", "adaptive"])
@@ -146,7 +233,7 @@ def test_no_pair_is_read_that_was_not_stored(name, monkeypatch):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_what_lies_token_by_token_gives_the_same(dim):
     kernel = mc.RBF([8.0, 11.0]).to(DEVICE)
-    given = [torch.randn(2, 2, 200, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+    given = [torch.randn(2, 2, 1200, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
 
     def results(turn):
         inputs = [turn(x).requires_grad_() for x in given]
@@ -170,6 +257,8 @@ def test_pairs_of_too_few_heads_are_not_stored(pairs, monkeypatch):
 
 def test_float32_and_links_are_left_to_the_other_pass(monkeypatch):
     monkeypatch.setattr(hopper, "keys", None)
+    monkeypatch.setattr(hopper, "one_pass", None)
     monkeypatch.setattr(hopper, "all_passes", None)
+    monkeypatch.setattr(hopper, "MANY_KEYS", 1)
     for kernel, dtype in ((mc.RBF(8.0), torch.float32), (mc.Laplace(8.0), torch.bfloat16)):
         Case(kernel.to(DEVICE), mc.Causal(), LONG, 64, 0, dtype, "cuda").run("triton")

@@ -32,6 +32,13 @@ LEAST = 3
 # With so many blocks of keys for each processor, programs may take them head by head: the last ones
 # are a small part then. With fewer, the longest come first.
 ROUNDS = 16
+# Such features and values leave room for a group that sums up gradients of queries. Where a query
+# sees fewer keys than so many, what comes before and after takes longer than that saves.
+SUMMED, MANY_KEYS = 64, 1024
+# Sums of so many bytes stay in the cache until all keys have added to them, in whatever order.
+CACHED = 2**25
+# Blocks of pairs, of sums of 32 bits, and of keys, that this group has in shared memory.
+PASSING = 2 * 3 + 2 * 2 + 2
 # How the kernels that read it are cut: (queries, keys, warps, stages). With one slot, smaller ones
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
@@ -137,6 +144,87 @@ def all_passes(
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
 
 
+def sums(p: Plan, grad: Tensor) -> bool:
+    """Whether the pass over keys sums up gradients of queries, too."""
+    c = p.constants
+    narrow = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and len(p.static.filter) == 1
+    # Scales of queries need numbers per key as columns of a product.
+    steered = c["MODE0"] == 2 and c["HAS_COL0"]
+    return narrow and not steered and _seen(p) >= MANY_KEYS and _adds() and takes(p, grad)
+
+
+@lru_cache(maxsize=1)
+def _adds() -> bool:
+    """Whether this Triton is one that blocks were added with by the copy engine: see `add_to`."""
+    import triton
+
+    return triton.__version__.startswith(CHECKED)
+
+
+def one_pass(
+    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    of_keys: tuple[Any, ...], of_queries: tuple[Any, ...], made: tuple[Tensor, Tensor, Tensor],
+    lse: bool,
+) -> None:  # fmt: skip
+    """All gradients; `rows` are as for `keys`, of which the second and third are formed here."""
+    batch, heads, num_queries = p.static.shape
+    grad_out, lse2, delta, grad_lse = rows
+    dq, ds, *_ = of_queries
+    blocks, parts = -(-num_queries // GROUP), batch * heads
+    whole = delta.new_empty((batch, heads, SUMMED, blocks * GROUP), dtype=torch.int32)
+    bounds = delta.new_empty(parts, 2, blocks)
+    most = delta.new_empty(parts, 2, -(-p.num_keys // GROUP))
+    numbers = p.numbers(x.seed)
+    # Numbers per key that are norms, and nothing else, say how large keys are.
+    norms = p.static.slots[0].norm and not x.col[0].numel()
+    _around(p, "before_sums", lse, made[1].numel() > 0, norms)(
+        (
+            x.k[0],
+            x.v,
+            ready.col0,
+            x.v if x.lengths is None else x.lengths,
+            grad_out,
+            grad_lse,
+            *made,
+            delta,
+            lse2,
+            bounds,
+            most,
+            whole,
+        ),
+        numbers,
+    )
+    tensors = _tensors(x, p, ready, rows, of_keys, _of(whole, GROUP, 32), x.v, (bounds, most))
+    _keys(p, 0, summed=True)(tensors, (*numbers, *_blocks(p), 0))
+    _around(p, "after_sums", lse)(
+        (whole, x.q[0], x.scale[0], ready.col0, grad_lse, lse2, bounds, most, dq[0], ds[0]),
+        numbers,
+    )
+
+
+def _around(p: Plan, name: str, lse: bool, low: bool = False, norms: bool = False) -> Launch:
+    key = (name, lse, low, norms)
+    found = p.launches.get(key)
+    if found is not None:
+        return found
+    from . import triton_summed
+
+    c, slot = p.constants, p.static.slots[0]
+    batch, heads, num_queries = p.static.shape
+    places = num_queries
+    flags: dict[str, Any] = {"HAS_LSE": lse, "TOKENS": p.static.tokens}
+    if name == "before_sums":
+        places = max(num_queries, p.num_keys)
+        flags |= {"E0": c["E0"], "V": c["V"], "FILTER": c["FILTER"], "HAS_LOW": low, "NORMS": norms}
+    else:
+        flags |= {name: c[name] for name in ("E0", "MODE0", "LOG0", "HAS_COL0")}
+        flags |= {"WANT0": slot.wants, "ROOM": room(-(-p.num_keys // GROUP))}
+    grid = (-(-places // GROUP), batch * heads, 1)
+    kernel = getattr(triton_summed, name)
+    found = p.launches[key] = Launch(kernel, grid, flags, {"num_warps": 4})
+    return found
+
+
 def _to_queries(p: Plan) -> tuple[int, int, int, int]:
     short = min(p.num_keys, _window(p)) <= SHORT
     return TO_SHORT if short and not p.constants["E1"] else TO_QUERIES
@@ -145,6 +233,12 @@ def _to_queries(p: Plan) -> tuple[int, int, int, int]:
 def _together(p: Plan) -> int:
     """How many blocks of queries a program reads at a time."""
     return _to_queries(p)[0] // GROUP
+
+
+def _seen(p: Plan) -> float:
+    """How many keys a query sees, on average, by a filter of places."""
+    causal = p.static.filter[0][0]
+    return min(_window(p), p.num_keys - causal * p.static.shape[2] / 2)
 
 
 def _window(p: Plan) -> float:
@@ -172,9 +266,10 @@ def _aligned(length: int) -> int:
 
 def _tensors(
     x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], pairs: Any, own_v: Any,
+    of_keys: tuple[Any, ...], pairs: Any, own_v: Any, bounds: tuple[Tensor, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _ = rows
+    bounds = bounds or (delta, delta)
     dk, dv, dcol, ds = of_keys
     two = p.constants["E1"] > 0
     q1, k1, dk1 = (_of(x.q[1]), _of(x.k[1]), _of(dk[1])) if two else (x.v, x.v, x.v)
@@ -182,15 +277,15 @@ def _tensors(
     return (
         _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
-        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], own_v, ds[0],
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], own_v, *bounds, ds[0],
     )  # fmt: skip
 
 
 def _keys(
     p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
-    other: int = 0,
+    other: int = 0, summed: bool = False,
 ) -> Launch:  # fmt: skip
-    key = ("groups", part, heads, store, banded, other)
+    key = ("groups", part, heads, store, banded, other, summed)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -201,16 +296,19 @@ def _keys(
     # Bytes of a row of all features; a block has three numbers beside each.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
     left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 2048
+    left -= 2 * PASSING * GROUP * GROUP * summed
     step = GROUP * (row + 4 * GROUP * banded + 12)
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
     blocks, parts = _blocks(p, heads)
     tiles, count = blocks * parts, processors(p.device)
+    bytes_summed = 4 * SUMMED * parts * p.static.shape[2] if summed else 0
+    longest = tiles < ROUNDS * count and bytes_summed <= CACHED
     # Where there is room, the next keys come while these are at work.
     buffers = 2 if (left - 2 * kept) // step >= 3 else 1
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
-        "BANDED": banded, "OTHER": other, "LONGEST": tiles < ROUNDS * count,
+        "SUMMED": summed, "BANDED": banded, "OTHER": other, "LONGEST": longest,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
     }  # fmt: skip
     found = p.launches[key] = Launch(
@@ -251,18 +349,18 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     return found
 
 
-def _of(x: Tensor, width: int = 0) -> Any:
+def _of(x: Tensor, width: int = 0, bits: int = 16) -> Any:
     """x for the copy engine, in blocks of 64 rows."""
-    cls, layout = _descriptor()
+    cls, layout = _descriptor(bits)
     found: Any = object.__new__(cls)
     block = describe(x, GROUP, width or room(x.shape[-1]))
     found.__dict__.update(block.__dict__, layout=layout)
     return found
 
 
-@lru_cache(maxsize=1)
-def _descriptor() -> tuple[Any, Any]:
+@lru_cache(maxsize=2)
+def _descriptor(bits: int) -> tuple[Any, Any]:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor, NVMMASharedLayout(128, 16, 4)
+    return TensorDescriptor, NVMMASharedLayout(128, bits, 4)

@@ -2,12 +2,16 @@
 
 The same sums as `triton_backward.backward_keys`, for dot products without links and tables. Each of the
 two groups owns 64 keys and goes at its own pace, so that one forms weights while the other multiplies;
-the third keeps the queries of the next blocks coming. Triton's compiler does not share out work like
-that, so this is written in Gluon, the language beneath it.
+the third keeps the queries of the next blocks coming. Where registers are left for it, a fourth takes
+gradients of pairs from both and adds what these keys give to gradients of queries; then no pass over
+queries is needed. Triton's compiler does not share out work like that, so this is written in Gluon, the
+language beneath it.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -18,12 +22,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .triton_backward import _reference
-from .triton_kernels import LOG2E, _query_blocks, _query_range, _scale, _visible
+from .triton_kernels import LOG2E, _finite, _query_blocks, _query_range, _scale, _visible
+from .triton_summed import _fixed
 
 # As Triton 3.6 calls them, and as later ones do.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def add_to(target, at, source, _semantic=None):
+    """Adds a block of shared memory to one of memory, by the copy engine."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, target.handle, at, source.handle)
+
 
 # Keys of a group, and queries of a block.
 OWN = gl.constexpr(64)
@@ -33,6 +47,12 @@ ROWS = gl.constexpr(3)
 # Of a thread that multiplies, and of one that copies.
 REGISTERS = gl.constexpr(240)
 FEW_REGISTERS = gl.constexpr(24)
+# With a group that sums up gradients of queries: of those that multiply, and its own.
+LESS_REGISTERS = gl.constexpr(208)
+SUM_REGISTERS = gl.constexpr(72)
+# Blocks of pairs on their way to that group, of each that multiplies, and of sums on theirs to memory.
+SLOTS = gl.constexpr(3)
+LEAVING = gl.constexpr(2)
 
 
 @gluon.jit
@@ -106,14 +126,16 @@ def _copy_steps(
 
 @gluon.jit
 def _copy(
-    Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, k0s, k1s, vs, ys, q0s, q1s, gs, biases,
-    rows, ready, free, full, empty, sqb0, sqb1, skb0, skb1, svb, stb, group0, group1, group_v, blocks, parts,
-    offset, num_heads, num_queries, num_keys, first,
-    E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
+    inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
     OTHER: gl.constexpr, LONGEST: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
+    (
+        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, k0s, k1s, vs, ys, q0s, q1s, gs,
+        biases, rows, ready, free, full, empty, sqb0, sqb1, skb0, skb1, svb, stb, group0, group1, group_v,
+        blocks, parts, offset, num_heads, num_queries, num_keys, first,
+    ) = inputs  # fmt: skip
     done = 0
     for turn in range(_turns(blocks, parts)):
         low, _, b, h, start, steps = _tile(
@@ -152,20 +174,131 @@ def _copy(
 
 
 @gluon.jit
-def _skip(begin, end, done, full, empty, STAGES: gl.constexpr):
+def _give(found, step, own, pairs, given, taken):
+    """Pairs for the group that sums up gradients of queries."""
+    slot = step % SLOTS
+    mbarrier.wait(taken.index(slot), ((step // SLOTS) & 1) ^ 1)
+    pairs.index(own * SLOTS + slot).store(found)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(given.index(own * SLOTS + slot), count=1)
+
+
+@gluon.jit
+def _skip(
+    begin, end, done, full, empty, own, pairs, given, taken, STAGES: gl.constexpr,
+    SUMMED: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
     """Blocks of queries that see none of a group's keys."""
     for step in range(begin, end):
         s = (done + step) % STAGES
         mbarrier.wait(full.index(s), ((done + step) // STAGES) & 1)
         mbarrier.arrive(empty.index(s), count=1)
+        if SUMMED:
+            none = gl.zeros([OWN, BLOCK], pairs.dtype, SCORES)
+            _give(none, done + step, own, pairs, given, taken)
+
+
+@gluon.jit
+def _own_range(
+    first_key, start, steps, b, first, LENGTHS, num_queries, num_keys, FILTER: gl.constexpr
+):  # fmt: skip
+    """Of all blocks, those that may see a key of a group, and the queries that see all of them."""
+    high = gl.minimum(first_key + OWN, num_keys) - 1
+    begin, end, sure_start, sure_stop = _query_range(
+        first_key, high, b, first, LENGTHS, num_keys - num_queries, num_queries, FILTER
+    )
+    begin = gl.minimum(gl.maximum(begin - start, 0) // BLOCK, steps)
+    end = gl.minimum(gl.maximum(end - start + BLOCK - 1, 0) // BLOCK, steps)
+    return begin, gl.maximum(end, begin), sure_start, sure_stop
+
+
+@gluon.jit
+def _most(base, count):
+    """The largest of so many numbers, and of as many after them."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    first = gl.zeros([128], gl.float32, LAYOUT)
+    second = first
+    for start in range(0, count, 128):
+        n = start + gl.arange(0, 128, LAYOUT)
+        first = gl.maximum(first, gl.load(base + n, mask=n < count, other=0.0))
+        second = gl.maximum(second, gl.load(base + count + n, mask=n < count, other=0.0))
+    return gl.max(first, 0), gl.max(second, 0)
+
+
+@gluon.jit
+def _sum(
+    inputs, E0: gl.constexpr, FILTER: gl.constexpr, STORE: gl.constexpr,
+    BUFFERS: gl.constexpr, LONGEST: gl.constexpr,
+):  # fmt: skip
+    """The group that adds to gradients of queries, in fixed point: any order gives the same bits."""
+    (
+        DQ, BOUNDS, MOST, LENGTHS, k0s, turned, pairs, sums, ready, given, taken, used, blocks, parts, offset,
+        num_heads, num_queries, num_keys, first,
+    ) = inputs  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    FEATURES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    done = 0
+    key_blocks = (num_keys + OWN - 1) // OWN
+    query_blocks = (num_queries + BLOCK - 1) // BLOCK
+    for turn in range(_turns(blocks, parts)):
+        _, _, b, h, start, steps = _tile(
+            turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
+            LONGEST,
+        )  # fmt: skip
+        bh = (b * num_heads + h).to(gl.int64)
+        bounds = BOUNDS + bh * 2 * query_blocks + start // BLOCK
+        at = (turn % BUFFERS) * 2
+        most_k, most_v = _most(MOST + bh * 2 * key_blocks, key_blocks)
+        for own in gl.static_range(2):
+            mbarrier.wait(ready.index(at + own), (turn // BUFFERS) & 1)
+        # Products read them faster turned.
+        for own in gl.static_range(2):
+            turned.index(own).store(_finite(k0s.index(at + own).permute((1, 0)).load(FEATURES)))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(used.index(turn % BUFFERS), count=1)
+        for step in range(steps):
+            bound = most_k * (
+                gl.load(bounds + step) * most_v + gl.load(bounds + query_blocks + step)
+            )
+            slot = (done + step) % SLOTS
+            acc = gl.zeros([E0, BLOCK], gl.float32, LAYOUT)
+            phase = ((done + step) // SLOTS) & 1
+            mbarrier.wait(given.index(slot), phase)
+            acc = warpgroup_mma(
+                turned.index(0), pairs.index(slot), acc, use_acc=False, is_async=True
+            )
+            mbarrier.wait(given.index(SLOTS + slot), phase)
+            acc = warpgroup_mma(turned.index(1), pairs.index(SLOTS + slot), acc, is_async=True)
+            tma.store_wait(LEAVING - 1)
+            acc = warpgroup_mma_wait(0, (acc,))
+            mbarrier.arrive(taken.index(slot), count=1)
+            acc = acc * _fixed(bound)
+            whole = gl.inline_asm_elementwise(
+                "cvt.rni.s32.f32 $0, $1;", "=r,f", [acc], gl.int32, True, 1
+            )
+            target = sums.index((done + step) % LEAVING)
+            target.store(whole)
+            fence_async_shared()
+            barrier()
+            add_to(DQ, [b, h, 0, start + step * BLOCK], target)
+        done += steps
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _within(x):
+    """Sums of the rows of a block, as far as one thread has them: [keys, threads of a row]."""
+    return gl.sum(gl.sum(x.reshape([OWN, BLOCK // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _span(
     begin, end, done, dk0, dk1, dv, dc, k0, k1, v, y, c, factor, j, start, b, place, first, lengths, ids,
-    stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, biases, own, h, part, first_key,
+    stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
     E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
-    FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
+    FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
     OTHER: gl.constexpr, SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr,
     SUMSV: gl.constexpr,
 ):  # fmt: skip
@@ -185,9 +318,12 @@ def _span(
                 y, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True
             )
             t, dp, other = warpgroup_mma_wait(0, (t, dp, other))
-        else:
+        # Read before anything is waited for, where there are registers for it.
+        if MODE0 == 2 and not (MASK and OTHER == 1):
             t = warpgroup_mma_wait(1, (t,))
         lse2 = rows.index(s * ROWS).load(ACROSS)[None, :]
+        if MODE0 < 2 and not (MASK and OTHER == 1):
+            t = warpgroup_mma_wait(1, (t,))
         if MODE0 == 2:
             scale = rows.index(s * ROWS + 2).load(ACROSS)[None, :]
             if HAS_COL0:
@@ -210,6 +346,8 @@ def _span(
                 seen = seen & (i[None, :] != j[:, None])
             e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)
+        if MODE0 < 2:
+            delta = rows.index(s * ROWS + 1).load(ACROSS)[None, :]
         if not (MASK and OTHER == 1):
             dp = warpgroup_mma_wait(0, (dp,))
         if PART != 2:
@@ -219,16 +357,16 @@ def _span(
                 w = gl.where(same, 0.0, p)
             weights = gl.convert_layout(w.to(DTYPE), gl.DotOperandLayout(0, SUMSV, 2))
             dv = warpgroup_mma(weights, gs.index(s), warpgroup_mma_init(dv), is_async=True)
-        delta = rows.index(s * ROWS + 1).load(ACROSS)[None, :]
-        g = dp - delta
+        if MODE0 == 2:
+            delta = rows.index(s * ROWS + 1).load(ACROSS)[None, :]
+        u = (dp - delta) * p
         if MASK:
-            g = gl.where(seen, g, 0.0)
-        u = g * p
+            # A weight of zero hides what is not finite.
+            u = gl.where(p == 0.0, 0.0, u)
         found = u.to(DTYPE)
         if MODE0 == 2:
             u = u * scale
-        if DCOL0 and PART != 2:
-            dc += gl.sum(u, 1)
+        exact = u
         u = u.to(DTYPE)
         if PART != 2:
             dk0 = warpgroup_mma(
@@ -244,8 +382,13 @@ def _span(
                 warpgroup_mma_init(dk1),
                 is_async=True,
             )
+        if DCOL0 and PART != 2:
+            dc += _within(exact)
+        if SUMMED:
+            _give(found, done + step, own, all_pairs, given, taken)
         if STORE > 0:
             # While the products run.
+            pairs = all_pairs.index(own)
             tma.store_wait(0)
             if BANDED:
                 pairs.permute((1, 0)).store(found)
@@ -263,16 +406,18 @@ def _span(
 
 @gluon.jit
 def _multiply(
-    DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, all_pairs, biases, rows,
-    ready, free, full, empty, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts, offset, num_heads,
-    num_queries, num_keys, first, own,
-    E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
+    own, inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
-    STORE: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
+    STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
     LONGEST: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
+    (
+        DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, all_pairs, biases,
+        rows, ready, free, full, empty, given, taken, used, number0, ss0, scb0, sch0, gc0, stride_ids, blocks,
+        parts, offset, num_heads, num_queries, num_keys, first,
+    ) = inputs  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     # Sums that this part does not form are as narrow as may be.
     WIDE0: gl.constexpr = E0 if PART != 2 else 8
@@ -301,16 +446,12 @@ def _multiply(
         head0 = 1.0
         if MODE0 < 2:
             head0 = _scale(S0, number0, ss0, h, line, low, low < num_keys, MODE0, LOG0)
-        # Of all blocks, those that may see a key of this group, and those that see all of them.
         high = gl.minimum(first_key + OWN, num_keys) - 1
-        begin, end, sure_start, sure_stop = _query_range(
-            first_key, high, b, first, LENGTHS, place, num_queries, FILTER
+        begin, end, sure_start, sure_stop = _own_range(
+            first_key, start, steps, b, first, LENGTHS, num_queries, num_keys, FILTER
         )
-        begin = gl.minimum(gl.maximum(begin - start, 0) // BLOCK, steps)
-        end = gl.minimum(gl.maximum(end - start + BLOCK - 1, 0) // BLOCK, steps)
         if STORE > 1:
             begin, end = 0, steps
-        end = gl.maximum(end, begin)
         if WHOLE:
             sure_start = gl.maximum(sure_start - start + BLOCK - 1, 0) // BLOCK
             # The first block has its mask, needed or not: where the first loop below has nothing to do,
@@ -327,14 +468,13 @@ def _multiply(
             sure_stop = end
         at = (turn % BUFFERS) * 2 + own
         k0, k1, v, y = k0s.index(at), k1s.index(at), vs.index(at), ys.index(at)
-        pairs = all_pairs.index(own)
         j = first_key + gl.arange(0, OWN, DOWN)
         inside = j < num_keys
         c = gl.zeros([OWN], gl.float32, DOWN)
         if HAS_COL0:
             c = gl.load(C0 + line_c + j, mask=inside, other=0.0)
         factor = head0 * LOG2E
-        dc = gl.zeros([OWN], gl.float32, DOWN)
+        dcs = _within(gl.zeros([OWN, BLOCK], gl.float32, SCORES))
         dk0 = gl.zeros([OWN, WIDE0], gl.float32, SUMS0)
         dk1 = gl.zeros([OWN, WIDE1], gl.float32, SUMS1)
         dv = gl.zeros([OWN, WIDEV], gl.float32, SUMSV)
@@ -347,7 +487,7 @@ def _multiply(
             if E1 > 0:
                 a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
         if STORE < 2:
-            _skip(0, begin, done, full, empty, STAGES)
+            _skip(0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES)
         for span in gl.static_range(3):
             # In turn: masked, seen by all, masked.
             if span == 0:
@@ -357,18 +497,28 @@ def _multiply(
             else:
                 left, right = sure_stop, end
             if WHOLE or span == 0:
-                dk0, dk1, dv, dc = _span(
-                    left, right, done, dk0, dk1, dv, dc, a, a1, w, y, c, factor, j, start, b, place, first,
-                    LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, pairs, biases,
-                    own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
-                    STORE, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV,
+                dk0, dk1, dv, dcs = _span(
+                    left, right, done, dk0, dk1, dv, dcs, a, a1, w, y, c, factor, j, start, b, place, first,
+                    LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, all_pairs, given, taken,
+                    biases, own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
+                    STORE, SUMMED, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV,
                 )  # fmt: skip
         if STORE < 2:
-            _skip(end, steps, done, full, empty, STAGES)
+            _skip(
+                end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES
+            )
         done += steps
+        dc = gl.convert_layout(gl.sum(dcs, 1), DOWN)
+        if SUMMED:
+            # The group that sums up reads these keys, too.
+            mbarrier.wait(used.index(turn % BUFFERS), (turn // BUFFERS) & 1)
         if PART != 2:
             if WANT0 and MODE0 == 1:
                 share = (c - ref0) * dc if SUM0 else gl.zeros([OWN], gl.float32, DOWN)
+                if SUMMED:
+                    # sum_i <q_i, dq_i> is sum_j <k_j, dk_j>.
+                    both = gl.sum(dk0 * _finite(k0.load(SUMS0).to(gl.float32)), 1)
+                    share += gl.convert_layout(both, DOWN)
                 gl.store(DS0 + sums + j, share, mask=inside)
             if MODE0 != 2:
                 dk0 = dk0 * head0
@@ -397,15 +547,15 @@ def _multiply(
 @gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "offset"])
 def backward_keys(
     Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, OWN_V,
-    DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    BOUNDS, MOST, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout, blocks, parts, offset,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr, OTHER: gl.constexpr,
-    LONGEST: gl.constexpr, HELD: gl.constexpr,
+    BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
+    OTHER: gl.constexpr, LONGEST: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
@@ -413,6 +563,7 @@ def backward_keys(
     `offset` on; queries count from the first block that sees a program's keys. So many blocks of them are
     read at a time: what one of them sees is stored for all. BANDED: a band has all pairs, [queries, keys],
     and so has what is stored.
+    SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on.
     OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
     A program goes on with other keys: LONGEST: in the order of all heads' first blocks, then their
     second ones; otherwise head by head.
@@ -444,6 +595,22 @@ def backward_keys(
     free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    given, taken, used, sums, turned = ready, ready, ready, k0s, k0s
+    if SUMMED:
+        pairs = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, OWN, BLOCK], HALF)
+        sums = gl.allocate_shared_memory(
+            gl.int32, [LEAVING, E0, BLOCK], gl.NVMMASharedLayout(128, 32)
+        )
+        given = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], BARRIER)
+        taken = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+        turned = gl.allocate_shared_memory(DTYPE, [2, E0, OWN], HALF)
+        used = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+        for s in gl.static_range(2 * SLOTS):
+            mbarrier.init(given.index(s), count=1)
+        for s in gl.static_range(SLOTS):
+            mbarrier.init(taken.index(s), count=1)
+        for s in gl.static_range(BUFFERS):
+            mbarrier.init(used.index(s), count=1)
     for s in gl.static_range(GROUPS):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=1)
@@ -452,27 +619,50 @@ def backward_keys(
         mbarrier.init(full.index(s), count=2)
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases,
-                rows, ready, free, full, empty, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts, offset,
-                num_heads, num_queries, num_keys, first, 0, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0,
-                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, LONGEST, HELD,
-            )),
-            (_multiply, (
-                DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases,
-                rows, ready, free, full, empty, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts, offset,
-                num_heads, num_queries, num_keys, first, 1, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0,
-                SAVE_COL0, PART, STAGES, BUFFERS, STORE, BANDED, SIMPLE, OTHER, LONGEST, HELD,
-            )),
-            (_copy, (
-                Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, k0s, k1s, vs, ys, q0s, q1s, gs,
-                biases, rows, ready, free, full, empty, sqb0, sqb1, skb0, skb1, svb, stb, group0, group1, group_v,
-                blocks, parts, offset, num_heads, num_queries, num_keys, first, E0, E1, V, MODE0, FILTER, STAGES,
-                BUFFERS, STORE, BANDED, OTHER, LONGEST,
-            )),
-        ],
-        [4, 4],
-        [REGISTERS, FEW_REGISTERS],
+    multiply = (
+        DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases, rows,
+        ready, free, full, empty, given, taken, used, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts,
+        offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
+    copy = (
+        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, k0s, k1s, vs, ys, q0s, q1s, gs, biases,
+        rows, ready, free, full, empty, sqb0, sqb1, skb0, skb1, svb, stb, group0, group1, group_v, blocks, parts,
+        offset, num_heads, num_queries, num_keys, first,
+    )  # fmt: skip
+    summed = (
+        PAIRS, BOUNDS, MOST, LENGTHS, k0s, turned, pairs, sums, ready, given, taken, used, blocks, parts, offset,
+        num_heads, num_queries, num_keys, first,
+    )  # fmt: skip
+    if SUMMED:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, LONGEST, HELD,
+                )),
+                (_multiply, (
+                    1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, LONGEST, HELD,
+                )),
+                (_sum, (summed, E0, FILTER, STORE, BUFFERS, LONGEST)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, LONGEST)),
+            ],
+            [4, 4, 4],
+            [LESS_REGISTERS, SUM_REGISTERS, FEW_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, LONGEST, HELD,
+                )),
+                (_multiply, (
+                    1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, LONGEST, HELD,
+                )),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, LONGEST)),
+            ],
+            [4, 4],
+            [REGISTERS, FEW_REGISTERS],
+        )  # fmt: skip

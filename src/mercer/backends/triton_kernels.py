@@ -143,9 +143,44 @@ def _scaled(t, scale, row, LINK: tl.constexpr, HAS_ROW: tl.constexpr):
     return s
 
 
+@triton.constexpr_function
+def _stretch(filter):
+    """Whether each key is seen from one stretch of places: how far before its own it begins, and its length.
+
+    Without a limit, further than there are places; (0, -1) where nobody sees anything.
+    """
+    (causal, left, right, _, stride, fixed, _, _, documents, gap) = filter[0]
+    if len(filter) > 1 or stride or fixed or documents:
+        return ()
+    before = min(right if right >= 0 else 2**29, 0 if causal else 2**29, -gap if gap else 2**29)
+    after = left if left >= 0 else 2**30
+    return (before, before + after) if before + after >= 0 else (0, -1)
+
+
 @triton.jit
 def _visible(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr):
     """Whether queries at places i see keys at places j, one a row, the other a column."""
+    STRETCH: tl.constexpr = _stretch(FILTER)
+    if len(STRETCH) > 0:
+        # One comparison for each pair, of whole numbers without a sign.
+        there = j < num_keys
+        if FILTER[0][7]:
+            there = there & (j < tl.load(lengths + b))
+        if FILTER[0][3] >= 0:
+            there = there & (j >= first - FILTER[0][3])
+        if STRETCH[1] < 0:
+            there = there & (j < 0)
+        begin = tl.where(there, j - STRETCH[0], 2**31 - 1)
+        LAST: tl.constexpr = max(STRETCH[1], 0)
+        seen = (i - begin).to(tl.uint32, bitcast=True) <= LAST
+    else:
+        seen = _by_clauses(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER)
+    return seen
+
+
+@triton.jit
+def _by_clauses(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr):
+    """The same for any filter."""
     away = i - j
     seen = away != away
     for n in tl.static_range(len(FILTER)):

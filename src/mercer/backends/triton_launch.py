@@ -273,6 +273,7 @@ def backward(
     of_bias: list[Tensor] = []
     banded = given.bias.rows is not None and stores(p)
     stored = len(plans) == 1 and hopper.stores(p, grad_out)
+    summed = len(plans) == 1 and hopper.sums(p, grad_out)
     if banded or stored:
         helper(
             "deltas", (-(-num_queries // 64), batch * heads, 1),
@@ -280,7 +281,9 @@ def backward(
              "TOKENS": tokens},
             (grad_out, grad_lse, out, low, lse, delta, lse2), (heads, num_queries, width),
         )  # fmt: skip
-    if stored:
+    if summed:
+        hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)
+    elif stored:
         hopper.all_passes(x, p, ready, rows, of_keys, within, given_lse)
     elif banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
