@@ -12,6 +12,7 @@ has covered it. Branches are taken as if they fell through, so a finding is a pl
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import subprocess
 import tempfile
@@ -210,7 +211,9 @@ def main() -> None:
                 continue
             for width in map(int, options.widths.split(",")):
                 compiled.case = f"{name}, {shown}, width {width}"
-                run(name, shown, width)
+                # In two passes, as for few keys, and in one.
+                for hopper.MANY_KEYS in (math.inf, 1):
+                    run(name, shown, width)
         print(f"{name}: {len(compiled.seen)} kernels so far", flush=True)
     count = len(compiled.found)
     print(f"{len(compiled.seen)} kernels, {count} to look at")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import mercer as mc
 from mercer import bench
 from mercer.backends import chunked
+from mercer.bench import check as bench_check
 from mercer.bench import machine, measure, peers, report
 from mercer.bench.catalogue import KERNELS, build_filter
 from mercer.bench.check import check
@@ -205,6 +206,24 @@ def test_the_check_uses_a_short_stretch_of_the_same_filter():
     w = workload(length=4096, filter="window:1024")
     assert w.build_filter(256) == mc.Window(64, 0)
     assert check(Ours("rbf", "chunked"), w, forward_only=True) is None
+
+
+def test_a_longer_stretch_follows_where_other_kernels_may_run(monkeypatch):
+    given, smooth = workload(length=400, filter="window:100"), Ours.smooth
+    monkeypatch.setattr(bench_check, "LONG", 300)
+
+    def wrong(self, given):
+        out = smooth(self, given)
+        return out * 1.01 if out.shape[2] == 300 else out
+
+    monkeypatch.setattr(Ours, "smooth", wrong)
+    # On a CPU there are none.
+    assert check(Ours("rbf", "sdpa"), given, forward_only=False) is None
+    monkeypatch.setattr(bench_check, "_has_more", lambda contender, workload: True)
+    assert "wrong by" in check(Ours("rbf", "sdpa"), given, forward_only=False)
+    monkeypatch.setattr(Ours, "smooth", smooth)
+    for kernel in ("rbf", "lookup", "polynomial"):
+        assert check(Ours(kernel, "chunked"), given, forward_only=False) is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])

@@ -2,8 +2,8 @@
 
     log w_ij = sum_f link_f(scale_f,i (<q^f_i, k^f_j> + col^f_j) + row^f_i) + table[i, clip(j - i)]
 
-What this must meet: no [Q, K] tensor in memory; every sum owned by one program, so that the same
-input gives the same bits; float32 for all but the matrix products' operands; a filter visits only
+What this must meet: no [Q, K] tensor in memory; every sum owned by one program, or of whole numbers, so
+that the same input gives the same bits; float32 for all but the matrix products' operands; a filter visits only
 blocks that see something, and masks only where a block is not wholly visible.
 
 One program owns a block of queries (forward, dq) or of keys (dk, dv) of one head. A term has one or

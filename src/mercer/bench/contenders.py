@@ -31,6 +31,10 @@ class Contender:
             given.kernel, given.q, given.k, given.v, filter=given.filter, backend="reference"
         )
 
+    def precise(self, given: Inputs) -> Tensor:
+        """The same in float64, of more keys than would do dense."""
+        return self.exact(given)
+
     def settle(self, given: Inputs, *, forward_only: bool) -> dict[Contender, bool]:
         """What would run here, each to be checked, and whether forward only.
 
@@ -53,6 +57,11 @@ class Ours(Contender):
     def smooth(self, given: Inputs) -> Tensor:
         return smooth(
             given.kernel, given.q, given.k, given.v, filter=given.filter, backend=self.backend
+        )
+
+    def precise(self, given: Inputs) -> Tensor:
+        return smooth(
+            given.kernel, given.q, given.k, given.v, filter=given.filter, backend="chunked"
         )
 
     def settle(self, given: Inputs, *, forward_only: bool) -> dict[Contender, bool]:
