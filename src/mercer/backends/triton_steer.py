@@ -20,8 +20,8 @@ from .launches import helper
 from .tapes import play
 from .triton_plan import Inputs, Log, Static, Steer, expanded, readable_rows, room, strides_of
 
-# Places of a sum that one program takes.
-PART = 1024
+# Places of a sum that one program takes: few, so that there are programs enough for all processors.
+PART = 128
 
 
 def scaled(steer: Steer, inputs: Inputs, w: Tensor) -> Tensor:
