@@ -177,23 +177,10 @@ def one_pass(
     numbers = p.numbers(x.seed)
     # Numbers per key that are norms, and nothing else, say how large keys are.
     norms = p.static.slots[0].norm and not x.col[0].numel()
-    _around(p, "before_sums", lse, made[1].numel() > 0, norms)(
-        (
-            x.k[0],
-            x.v,
-            ready.col0,
-            x.v if x.lengths is None else x.lengths,
-            grad_out,
-            grad_lse,
-            *made,
-            delta,
-            lse2,
-            bounds,
-            most,
-            whole,
-        ),
-        numbers,
-    )
+    lengths = x.v if x.lengths is None else x.lengths
+    given = (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made)
+    before = _around(p, "before_sums", lse, made[1].numel() > 0, norms)
+    before((*given, delta, lse2, bounds, most, whole), numbers)
     tensors = _tensors(x, p, ready, rows, of_keys, _of(whole, GROUP, 32), x.v, (bounds, most))
     _keys(p, 0, summed=True)(tensors, (*numbers, *_blocks(p), 0))
     _around(p, "after_sums", lse)(
