@@ -34,6 +34,9 @@ CASES = {
     "stored-alone": {"STORE": 1},
     "stored-window-alone": {"STORE": 1, "filter": WINDOW},
     "band": {"STORE": 2, "BANDED": True},
+    "summed": {"SUMMED": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
+    "summed-window": {"SUMMED": True, "filter": WINDOW, "HELD": True},
+    "summed-padding": {"SUMMED": True, "filter": PADDING, "MODE0": 1, "WANT0": True},
 }
 
 
@@ -45,7 +48,8 @@ class Call:
         self.flags = {
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
-            "PART": 0, "STORE": 0, "BANDED": False, "OTHER": 0, "HELD": False, **flags,
+            "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "OTHER": 0, "HELD": False,
+            **flags,
         }  # fmt: skip
         draw = torch.Generator().manual_seed(0)
         rows = (BATCH, HEADS, length)
@@ -62,6 +66,9 @@ class Call:
         self.head, self.scale = torch.tensor([0.3, 0.6]), normal(*rows).exp() / 4
         self.band = normal(*rows, length)
         self.lengths = torch.tensor([length, length // 3])
+        # The largest |dO| and |delta| of each block of queries, and |k| and |v| of each of keys.
+        self.bounds = normal(BATCH, HEADS, 2, -(-length // 64)).abs() + 5.0
+        self.most = normal(BATCH, HEADS, 2, -(-length // 64)).abs() + 2.0
 
     def seen(self):
         i, j = torch.arange(self.length)[:, None], torch.arange(self.length)
@@ -104,7 +111,11 @@ class Call:
         if f["SAVE_COL0"]:
             want["dcol"] = sums * head[..., 0]
         if f["WANT0"]:
-            want["dscale"] = (self.col - self.col[:, :, :1]) * sums
+            want["dscale"] = (self.col - self.col[:, :, :1]) * sums if f["HAS_COL0"] else 0.0
+        if f["WANT0"] and f["SUMMED"]:
+            want["dscale"] = want["dscale"] + (self.k * (u.mT @ self.q)).sum(-1)
+        if f["SUMMED"]:
+            want["dq"] = found @ self.k
         if f["STORE"]:
             want["pairs"] = found if f["BANDED"] else found.mT
         return want
@@ -117,6 +128,11 @@ class Call:
         room = -(-length // 128) * 128
         got["pairs"] = torch.full((BATCH, HEADS, room, room), math.nan)
         stored = got["pairs"] if f["BANDED"] else got["pairs"].view(1, -1, room, room)
+        pairs = Descriptor(stored, 64, 64)
+        queries = -(-length // 64)
+        sums = torch.zeros(BATCH, HEADS, DIM, queries * 64, dtype=torch.int32)
+        if f["SUMMED"]:
+            pairs = Descriptor(sums, DIM, 64)
         scale = self.scale if f["MODE0"] == 2 else self.head
         given = {
             "Q0": Descriptor(self.q), "K0": Descriptor(self.k), "Q1": Descriptor(self.q1),
@@ -124,7 +140,8 @@ class Call:
             "TILES": Descriptor(self.band, 64, 64), "GRAD": Descriptor(self.grad),
             "S0": Pointer(scale), "C0": Pointer(self.col), "LENGTHS": Pointer(self.lengths),
             "IDS": None, "LSE2": Pointer(self.lse2), "DELTA": Pointer(self.delta),
-            "PAIRS": Descriptor(stored, 64, 64), "DK0": Descriptor(got["dk"]),
+            "BOUNDS": Pointer(self.bounds), "MOST": Pointer(self.most), "PAIRS": pairs,
+            "DK0": Descriptor(got["dk"]),
             "DK1": Descriptor(got["dk1"]), "DV": Descriptor(got["dv"]),
             "DC0": Pointer(got["dcol"]), "DS0": Pointer(dscale), "scb0": HEADS * length,
             "sch0": length, "gc0": 1, "ss0": 1, "num_heads": HEADS, "group0": 1, "group1": 1,
@@ -143,6 +160,10 @@ class Call:
             kernels.place.id = program
             kernels.backward_keys(**{name: given.get(name, 0) for name in names})
         got["dscale"] = dscale[..., length:]
+        (dout, delta), (k, v) = self.bounds.unbind(2), self.most.amax(-1, keepdim=True).unbind(2)
+        # 30 bits for what is less than the next power of two.
+        unit = 2.0 ** ((k * (dout * v + delta)).log2().floor() - 29)
+        got["dq"] = (sums * unit.repeat_interleave(64, -1)[:, :, None]).mT[:, :, :length]
         if f["STORE"] and not f["BANDED"]:
             # From the first block of queries that sees a program's keys on.
             stored, got["pairs"] = got["pairs"], torch.full_like(got["pairs"], math.nan)
@@ -172,7 +193,8 @@ def test_it_gives_the_sums_of_every_block(name, programs):
 @pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize("longest", [False, True], ids=["head-by-head", "longest-first"])
 def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
-    call = Call(filter=WINDOW, HELD=True, OTHER=1, length=300)
-    want = call.run(12, longest=True, stages=3, buffers=1, seed=9)
-    got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
-    assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv"))
+    for flags in ({"OTHER": 1}, {"SUMMED": True}):
+        call = Call(filter=WINDOW, HELD=True, length=300, **flags)
+        want = call.run(12, longest=True, stages=3, buffers=1, seed=9)
+        got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
+        assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv", "dq"))
