@@ -25,7 +25,8 @@ PATIENCE = 30.0
 
 class Pointer:
     def __init__(self, tensor, offset=0):
-        self.flat, self.offset, self.dtype = tensor.view(-1), offset, tensor.dtype
+        self.flat, self.offset = tensor.view(-1), offset
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, other):
         found = object.__new__(Pointer)
@@ -43,7 +44,7 @@ def load(pointer, mask=True, other=0.0):
 def store(pointer, x, mask=True):
     offset = torch.as_tensor(pointer.offset)
     mask = torch.as_tensor(mask).expand(offset.shape)
-    pointer.flat[offset[mask]] = x.expand(offset.shape)[mask].to(pointer.dtype)
+    pointer.flat[offset[mask]] = x.expand(offset.shape)[mask].to(pointer.flat.dtype)
 
 
 class Descriptor:
@@ -210,7 +211,7 @@ class Engine:
 
 def module(name, programs, seed):
     """One of our modules of kernels, with this in place of Triton."""
-    engine, place = Engine(seed), SimpleNamespace(id=0)
+    engine, place = Engine(seed), SimpleNamespace(id=0, row=0)
 
     def jit(fn=None, **_):
         return fn if fn is not None else jit
@@ -242,11 +243,12 @@ def module(name, programs, seed):
     language = SimpleNamespace(
         constexpr=lambda x: x, static_range=range, range=range, where=where, load=load, store=store,
         minimum=both(torch.minimum), maximum=both(torch.maximum), abs=torch.abs, exp=torch.exp,
-        exp2=torch.exp2, sum=torch.sum, max=torch.amax, float32=torch.float32, int32=torch.int32,
-        uint32=torch.uint32, int64=torch.int64, bits=bits, inline_asm_elementwise=rounded,
+        exp2=torch.exp2, sum=torch.sum, max=torch.amax, sqrt=torch.sqrt, trans=torch.t,
+        float32=torch.float32, int32=torch.int32, uint32=torch.uint32, int64=torch.int64,
+        bits=bits, inline_asm_elementwise=rounded,
         arange=lambda a, b, _=None: torch.arange(a, b),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape, dtype=dtype),
-        convert_layout=lambda x, _: x, program_id=lambda n: torch.tensor(place.id if n == 0 else 0),
+        convert_layout=lambda x, _: x, program_id=lambda n: torch.tensor((place.id, place.row)[n]),
         num_programs=lambda n: torch.tensor(programs), allocate_shared_memory=allocate,
         warp_specialize=specialize, barrier=engine.pause, BlockedLayout=layout, SliceLayout=layout,
         NVMMADistributedLayout=layout, DotOperandLayout=layout, NVMMASharedLayout=layout,

@@ -198,3 +198,88 @@ def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
         want = call.run(12, longest=True, stages=3, buffers=1, seed=9)
         got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
         assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv", "dq"))
+
+
+def around(name, tensors, numbers, flags, blocks):
+    """One of the kernels before and after sums, for all blocks of all heads."""
+    kernels = module("triton_summed", 1, 0)
+    kernel = getattr(kernels, name)
+    given = {n: Pointer(x) for n, x in tensors.items()} | flags
+    given |= {n: torch.tensor(x) for n, x in numbers.items()}
+    for row in range(BATCH * HEADS):
+        for block in range(blocks):
+            kernels.place.id, kernels.place.row = block, row
+            kernel(**{n: given.get(n, 0) for n in inspect.signature(kernel).parameters})
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sums_fit_and_come_back_as_gradients(norms, padded):
+    call = Call(filter=(1, 69, -1, -1, 0, 0, 0, int(padded), 0, 0), NORM0=norms, HAS_COL0=norms)
+    queries, blocks = 130, -(-LENGTH // 64)
+    shape = (BATCH, HEADS, queries)
+    grad, out, q = (x[:, :, :queries].contiguous() for x in (call.grad, call.own, call.q))
+    lse, moved = torch.randn(shape), torch.randn(shape)
+    lse[0, 0, 7] = -math.inf
+    k, v = call.k.clone(), call.v.clone()
+    # Seen by nobody: hidden by the padding, or by the window from all 130 queries.
+    hidden = torch.zeros(BATCH, 1, LENGTH, dtype=torch.bool)
+    hidden[1] = padded and torch.arange(LENGTH) >= LENGTH // 3
+    k[hidden.expand(-1, HEADS, -1)] = 1e18
+    v[hidden.expand(-1, HEADS, -1)] = math.nan
+    made = {
+        "DELTA": torch.full(shape, math.nan), "LSE2": torch.full(shape, math.nan),
+        "BOUNDS": torch.full((BATCH, HEADS, 2, 3), math.nan),
+        "MOST": torch.full((BATCH, HEADS, 2, blocks), math.nan),
+        "SUMS": torch.full((BATCH, HEADS, DIM, 192), 77, dtype=torch.int32),
+    }  # fmt: skip
+    numbers = {
+        "num_heads": HEADS, "num_queries": queries, "num_keys": LENGTH, "group0": 1, "group_v": 1,
+        "gc0": 1, "e0": DIM, "dv": DIM, "skb0": HEADS * LENGTH * DIM, "skh0": LENGTH * DIM,
+        "skt0": DIM, "svb": HEADS * LENGTH * DIM, "svh": LENGTH * DIM, "svt": DIM,
+        "scb0": HEADS * LENGTH, "sch0": LENGTH, "ss0": 1, "number0": 0.5,
+    }  # fmt: skip
+    given = {
+        "K0": k, "V_": v, "C0": call.col, "LENGTHS": call.lengths, "GRAD": grad, "GRAD_LSE": moved,
+        "OUT": out, "LOW": out, "LSE": lse,
+    }  # fmt: skip
+    flags = {"HAS_LSE": True, "TOKENS": False, "E0": DIM}
+    filter = {"V": DIM, "FILTER": (call.filter,), "HAS_LOW": False, "NORMS": norms}
+    around("before_sums", given | made, numbers, flags | filter, 3)
+    delta = (grad * out).sum(-1) - moved
+    assert torch.allclose(made["DELTA"], delta, atol=1e-5)
+    assert torch.equal(made["LSE2"], torch.where(lse == -math.inf, math.inf, lse * LOG2E))
+    assert not made["SUMS"].any()
+    largest = torch.where(hidden, 0.0, call.k.norm(dim=-1)).amax(-1)
+    assert torch.allclose(made["MOST"][:, :, 0].amax(-1), largest)
+    value = torch.where(hidden, 0.0, call.v.norm(dim=-1)).amax(-1)
+    assert torch.allclose(made["MOST"][:, :, 1].amax(-1), value)
+
+    # The last queries see all but the first keys; weights that add up to 1.
+    scores = torch.randn(BATCH, HEADS, queries, LENGTH).masked_fill(hidden[:, :, None], -math.inf)
+    p = scores.softmax(-1)
+    keys, values = (torch.where(hidden[..., None], 0.0, x) for x in (call.k, call.v))
+    dq = (p * (grad @ values.mT - delta[..., None])) @ keys
+    dout, pull = (
+        torch.stack([part.amax(-1) for part in x.split(64, -1)], -1)
+        for x in (grad.norm(dim=-1), delta.abs())
+    )
+    most = largest[..., None] * (dout * value[..., None] + pull)
+    unit = 2.0 ** (most.log2().floor() - 29).repeat_interleave(64, -1)
+    whole = (dq / unit[..., :queries, None]).round()
+    assert whole.abs().amax() < 2**30
+    made["SUMS"][..., :queries] = whole.mT.int()
+    found = torch.full_like(dq, math.nan)
+    scales = torch.full((BATCH, HEADS, queries + LENGTH), math.nan)
+    given |= {"Q0": q, "S0": call.head, "DQ0": found, "DS0": scales}
+    rest = {
+        "MODE0": 1,
+        "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
+        "HAS_COL0": norms,
+        "WANT0": True,
+        "ROOM": 4,
+    }
+    around("after_sums", given | made, numbers, flags | rest, 3)
+    assert torch.allclose(found, dq * call.head[:, None, None], rtol=1e-5, atol=1e-6)
+    common = call.col[:, :, :1] * moved if norms else torch.zeros_like(moved)
+    assert torch.allclose(scales[..., :queries], torch.where(lse == -math.inf, 0.0, common))
