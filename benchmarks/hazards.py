@@ -212,7 +212,8 @@ def main() -> None:
             for width in map(int, options.widths.split(",")):
                 compiled.case = f"{name}, {shown}, width {width}"
                 # In two passes, as for few keys, and in one.
-                for hopper.MANY_KEYS in (math.inf, 1):
+                for many in (math.inf, 1):
+                    hopper.MANY_KEYS = many
                     run(name, shown, width)
         print(f"{name}: {len(compiled.seen)} kernels so far", flush=True)
     count = len(compiled.found)

@@ -226,6 +226,12 @@ def test_a_longer_stretch_follows_where_other_kernels_may_run(monkeypatch):
         assert check(Ours(kernel, "chunked"), given, forward_only=False) is None
 
 
+def test_one_query_is_checked_against_the_reference(monkeypatch):
+    monkeypatch.setattr(Ours, "precise", lambda self, given: pytest.fail("not here"))
+    given = workload(length=600, decode=True)
+    assert check(Ours("rbf", "chunked"), given, forward_only=True) is None
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_dtypes_are_checked_against_their_own_precision(dtype):
     for row in measure.measure(settings(kernels="rbf,lookup,sum", dtype=dtype)):

@@ -218,7 +218,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     call = Call(filter=(1, 69, -1, -1, 0, 0, 0, int(padded), 0, 0), NORM0=norms, HAS_COL0=norms)
     queries, blocks = 130, -(-LENGTH // 64)
     shape = (BATCH, HEADS, queries)
-    grad, out, q = (x[:, :, :queries].contiguous() for x in (call.grad, call.own, call.q))
+    grad, out = (x[:, :, :queries].contiguous() for x in (call.grad, call.own))
     lse, moved = torch.randn(shape), torch.randn(shape)
     lse[0, 0, 7] = -math.inf
     k, v = call.k.clone(), call.v.clone()
@@ -271,7 +271,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     made["SUMS"][..., :queries] = whole.mT.int()
     found = torch.full_like(dq, math.nan)
     scales = torch.full((BATCH, HEADS, queries + LENGTH), math.nan)
-    given |= {"Q0": q, "S0": call.head, "DQ0": found, "DS0": scales}
+    given |= {"S0": call.head, "DQ0": found, "DS0": scales}
     rest = {
         "MODE0": 1,
         "LOG0": (0, 0.0, 0.0, 0.0, 1.0),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launches import INTERPRETED, Launch
+from .launches import INTERPRETED, Launch, helper
 from .triton_plan import Inputs, Numbers, Plan, copies, describe, key_parts, processors, room
 from .triton_sizes import on_hopper, shared_memory
 
@@ -37,8 +37,6 @@ ROUNDS = 16
 SUMMED, MANY_KEYS = 64, 1024
 # Sums of so many bytes stay in the cache until all keys have added to them, in whatever order.
 CACHED = 2**25
-# Blocks of pairs, of sums of 32 bits, and of keys, that this group has in shared memory.
-PASSING = 2 * 3 + 2 * 2 + 2
 # How the kernels that read it are cut: (queries, keys, warps, stages). With one slot, smaller ones
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
@@ -55,9 +53,14 @@ def available(device: torch.device) -> bool:
     """Whether they run: on Hopper, with a Triton that they were run with, or with any."""
     if INTERPRETED or not on_hopper(device):
         return False
+    return _checked() or os.environ.get(ANY) == "1"
+
+
+def _checked() -> bool:
+    """Whether they were run with this Triton."""
     import triton
 
-    return triton.__version__.startswith(CHECKED) or os.environ.get(ANY) == "1"
+    return triton.__version__.startswith(CHECKED)
 
 
 def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
@@ -148,17 +151,10 @@ def sums(p: Plan, grad: Tensor) -> bool:
     """Whether the pass over keys sums up gradients of queries, too."""
     c = p.constants
     narrow = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and len(p.static.filter) == 1
-    # Scales of queries need numbers per key as columns of a product.
-    steered = c["MODE0"] == 2 and c["HAS_COL0"]
-    return narrow and not steered and _seen(p) >= MANY_KEYS and _adds() and takes(p, grad)
-
-
-@lru_cache(maxsize=1)
-def _adds() -> bool:
-    """Whether this Triton is one that blocks were added with by the copy engine: see `add_to`."""
-    import triton
-
-    return triton.__version__.startswith(CHECKED)
+    # A gradient of each query's scale would need numbers per key as columns of a product.
+    narrow = narrow and c["MODE0"] < 2 and _seen(p) >= MANY_KEYS
+    # What adds by the copy engine is no part of Gluon, and may be called otherwise: see `add_to`.
+    return narrow and takes(p, grad) and _checked()
 
 
 def one_pass(
@@ -167,49 +163,35 @@ def one_pass(
     lse: bool,
 ) -> None:  # fmt: skip
     """All gradients; `rows` are as for `keys`, of which the second and third are formed here."""
+    c, slot = p.constants, p.static.slots[0]
     batch, heads, num_queries = p.static.shape
     grad_out, lse2, delta, grad_lse = rows
     dq, ds, *_ = of_queries
-    blocks, parts = -(-num_queries // GROUP), batch * heads
+    blocks, key_blocks, parts = -(-num_queries // GROUP), -(-p.num_keys // GROUP), batch * heads
     whole = delta.new_empty((batch, heads, SUMMED, blocks * GROUP), dtype=torch.int32)
-    bounds = delta.new_empty(parts, 2, blocks)
-    most = delta.new_empty(parts, 2, -(-p.num_keys // GROUP))
+    bounds, most = delta.new_empty(parts, 2, blocks), delta.new_empty(parts, 2, key_blocks)
     numbers = p.numbers(x.seed)
-    # Numbers per key that are norms, and nothing else, say how large keys are.
-    norms = p.static.slots[0].norm and not x.col[0].numel()
     lengths = x.v if x.lengths is None else x.lengths
-    given = (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made)
-    before = _around(p, "before_sums", lse, made[1].numel() > 0, norms)
-    before((*given, delta, lse2, bounds, most, whole), numbers)
+    flags = {"E0": c["E0"], "HAS_LSE": lse, "TOKENS": p.static.tokens}
+    before = {
+        "V": c["V"], "FILTER": c["FILTER"], "HAS_LOW": made[1].numel() > 0,
+        # Numbers per key that are norms, and nothing else, say how large keys are.
+        "NORMS": slot.norm and not x.col[0].numel(),
+    }  # fmt: skip
+    helper(
+        "before_sums", (max(blocks, key_blocks), parts, 1), flags | before,
+        (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, bounds, most,
+         whole),
+        numbers,
+    )  # fmt: skip
     tensors = _tensors(x, p, ready, rows, of_keys, _of(whole, GROUP, 32), x.v, (bounds, most))
     _keys(p, 0, summed=True)(tensors, (*numbers, *_blocks(p), 0))
-    _around(p, "after_sums", lse)(
-        (whole, x.q[0], x.scale[0], ready.col0, grad_lse, lse2, bounds, most, dq[0], ds[0]),
-        numbers,
-    )
-
-
-def _around(p: Plan, name: str, lse: bool, low: bool = False, norms: bool = False) -> Launch:
-    key = (name, lse, low, norms)
-    found = p.launches.get(key)
-    if found is not None:
-        return found
-    from . import triton_summed
-
-    c, slot = p.constants, p.static.slots[0]
-    batch, heads, num_queries = p.static.shape
-    places = num_queries
-    flags: dict[str, Any] = {"HAS_LSE": lse, "TOKENS": p.static.tokens}
-    if name == "before_sums":
-        places = max(num_queries, p.num_keys)
-        flags |= {"E0": c["E0"], "V": c["V"], "FILTER": c["FILTER"], "HAS_LOW": low, "NORMS": norms}
-    else:
-        flags |= {name: c[name] for name in ("E0", "MODE0", "LOG0", "HAS_COL0")}
-        flags |= {"WANT0": slot.wants, "ROOM": room(-(-p.num_keys // GROUP))}
-    grid = (-(-places // GROUP), batch * heads, 1)
-    kernel = getattr(triton_summed, name)
-    found = p.launches[key] = Launch(kernel, grid, flags, {"num_warps": 4})
-    return found
+    after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")}
+    helper(
+        "after_sums", (blocks, parts, 1),
+        flags | after | {"WANT0": slot.wants, "ROOM": room(key_blocks)},
+        (whole, x.scale[0], ready.col0, grad_lse, lse2, bounds, most, dq[0], ds[0]), numbers,
+    )  # fmt: skip
 
 
 def _to_queries(p: Plan) -> tuple[int, int, int, int]:
@@ -283,7 +265,9 @@ def _keys(
     # Bytes of a row of all features; a block has three numbers beside each.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
     left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 2048
-    left -= 2 * PASSING * GROUP * GROUP * summed
+    # Blocks of pairs, of sums of 32 bits, and of keys, that the group has which sums up.
+    passing = 2 * triton_hopper.SLOTS.value + 2 * triton_hopper.LEAVING.value + 2
+    left -= 2 * passing * GROUP * GROUP * summed
     step = GROUP * (row + 4 * GROUP * banded + 12)
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
     blocks, parts = _blocks(p, heads)

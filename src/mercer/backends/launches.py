@@ -167,11 +167,11 @@ def helper(
     key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
     found = _helpers.get(key)
     if found is None:
-        from . import triton_bands, triton_kernels, triton_numbers
+        from . import triton_bands, triton_kernels, triton_numbers, triton_summed
 
         if len(_helpers) > 4096:
             _helpers.clear()
-        homes = (triton_numbers, triton_bands, triton_kernels)
+        homes = (triton_numbers, triton_summed, triton_bands, triton_kernels)
         kernel = next(getattr(home, name) for home in homes if hasattr(home, name))
         found = _helpers[key] = Launch(kernel, grid, constants, options or {"num_warps": 4})
     found(tensors, numbers)

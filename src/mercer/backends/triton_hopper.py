@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .triton_backward import _reference
 from .triton_kernels import LOG2E, _finite, _query_blocks, _query_range, _scale, _visible
-from .triton_summed import _fixed
+from .triton_summed import _blocks, _bound, _fixed
 
 # As Triton 3.6 calls them, and as later ones do.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -200,20 +200,6 @@ def _skip(
 
 
 @gluon.jit
-def _own_range(
-    first_key, start, steps, b, first, LENGTHS, num_queries, num_keys, FILTER: gl.constexpr
-):  # fmt: skip
-    """Of all blocks, those that may see a key of a group, and the queries that see all of them."""
-    high = gl.minimum(first_key + OWN, num_keys) - 1
-    begin, end, sure_start, sure_stop = _query_range(
-        first_key, high, b, first, LENGTHS, num_keys - num_queries, num_queries, FILTER
-    )
-    begin = gl.minimum(gl.maximum(begin - start, 0) // BLOCK, steps)
-    end = gl.minimum(gl.maximum(end - start + BLOCK - 1, 0) // BLOCK, steps)
-    return begin, gl.maximum(end, begin), sure_start, sure_stop
-
-
-@gluon.jit
 def _most(base, count):
     """The largest of so many numbers, and of as many after them."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -239,8 +225,7 @@ def _sum(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     FEATURES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     done = 0
-    key_blocks = (num_keys + OWN - 1) // OWN
-    query_blocks = (num_queries + BLOCK - 1) // BLOCK
+    key_blocks, query_blocks = _blocks(num_keys), _blocks(num_queries)
     for turn in range(_turns(blocks, parts)):
         _, _, b, h, start, steps = _tile(
             turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
@@ -259,9 +244,7 @@ def _sum(
         barrier()
         mbarrier.arrive(used.index(turn % BUFFERS), count=1)
         for step in range(steps):
-            bound = most_k * (
-                gl.load(bounds + step) * most_v + gl.load(bounds + query_blocks + step)
-            )
+            bound = _bound(bounds + step, query_blocks, most_k, most_v)
             slot = (done + step) % SLOTS
             acc = gl.zeros([E0, BLOCK], gl.float32, LAYOUT)
             phase = ((done + step) // SLOTS) & 1
@@ -446,12 +429,16 @@ def _multiply(
         head0 = 1.0
         if MODE0 < 2:
             head0 = _scale(S0, number0, ss0, h, line, low, low < num_keys, MODE0, LOG0)
+        # Of all blocks, those that may see a key of this group, and those that see all of them.
         high = gl.minimum(first_key + OWN, num_keys) - 1
-        begin, end, sure_start, sure_stop = _own_range(
-            first_key, start, steps, b, first, LENGTHS, num_queries, num_keys, FILTER
+        begin, end, sure_start, sure_stop = _query_range(
+            first_key, high, b, first, LENGTHS, place, num_queries, FILTER
         )
+        begin = gl.minimum(gl.maximum(begin - start, 0) // BLOCK, steps)
+        end = gl.minimum(gl.maximum(end - start + BLOCK - 1, 0) // BLOCK, steps)
         if STORE > 1:
             begin, end = 0, steps
+        end = gl.maximum(end, begin)
         if WHOLE:
             sure_start = gl.maximum(sure_start - start + BLOCK - 1, 0) // BLOCK
             # The first block has its mask, needed or not: where the first loop below has nothing to do,

@@ -272,8 +272,8 @@ def backward(
     made = (out, low, lse)
     of_bias: list[Tensor] = []
     banded = given.bias.rows is not None and stores(p)
-    stored = len(plans) == 1 and hopper.stores(p, grad_out)
-    summed = len(plans) == 1 and hopper.sums(p, grad_out)
+    whole = len(plans) == 1
+    stored, summed = whole and hopper.stores(p, grad_out), whole and hopper.sums(p, grad_out)
     if banded or stored:
         helper(
             "deltas", (-(-num_queries // 64), batch * heads, 1),

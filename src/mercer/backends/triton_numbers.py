@@ -53,15 +53,12 @@ def split_columns(COL, OUT, count, BM: tl.constexpr, FOR: tl.constexpr):
 
 
 @triton.jit
-def deltas(
-    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, num_heads, length, width,
-    WIDTH: tl.constexpr, BM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr,
-    TOKENS: tl.constexpr,
+def _form_deltas(
+    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, bh, n, num_heads, length, width,
+    WIDTH: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """<dO, O> - dlog_mass of every row, and log_mass to the base 2."""
-    bh = tl.program_id(1)
+    """Stores delta and log_mass to the base 2 of rows; dO, and the first of the two."""
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    n = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = n < length
     line = bh.to(tl.int64) * length
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, length, TOKENS)
@@ -74,6 +71,22 @@ def deltas(
     )
     tl.store(DELTA + line + n, delta, mask=inside)
     tl.store(LSE2 + line + n, lse2, mask=inside)
+    return grad, delta
+
+
+@triton.jit
+def deltas(
+    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, num_heads, length, width,
+    WIDTH: tl.constexpr, BM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """<dO, O> - dlog_mass of every row, and log_mass to the base 2."""
+    bh = tl.program_id(1)
+    n = tl.program_id(0) * BM + tl.arange(0, BM)
+    _form_deltas(
+        GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, bh, n, num_heads, length, width, WIDTH, HAS_LSE, HAS_LOW,
+        TOKENS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from .triton_backward import _reference, _store_queries
-from .triton_kernels import _delta, _exactly, _query_range, _row_of, _rows, _scale
+from .triton_kernels import _query_range, _row_of, _rows, _scale
+from .triton_numbers import _form_deltas
 
 # Places of a program, and of one bound.
 PLACES = tl.constexpr(64)
@@ -40,6 +41,12 @@ def _fixed(bound):
     return ((283 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _bound(bounds, blocks, most_k, most_v):
+    """What the gradients of a block of queries can be at most, of so many blocks."""
+    return most_k * (tl.load(bounds) * most_v + tl.load(bounds + blocks))
+
+
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def before_sums(
     K0, V_, C0, LENGTHS, GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, BOUNDS, MOST, SUMS,
@@ -47,7 +54,7 @@ def before_sums(
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
-    HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, E0: tl.constexpr, V: tl.constexpr,
+    E0: tl.constexpr, HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, V: tl.constexpr,
     FILTER: tl.constexpr, HAS_LOW: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """delta, log_mass to the base 2, zeros for the sums, and what they can be at most.
@@ -59,32 +66,25 @@ def before_sums(
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     block = tl.program_id(0)
     n = block * PLACES + tl.arange(0, PLACES)
-    line = bh.to(tl.int64) * num_queries
-    e, f = tl.arange(0, V), tl.arange(0, E0)
-    # All that is read is asked for before anything is summed.
     v = _rows(V_ + b * svb + (h // group_v) * svh, svt, n, dv, V, num_keys, True).to(tl.float32)
-    inside = n < num_queries
-    rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-    at = rows[:, None] * dv + e[None, :]
-    mask = inside[:, None] & (e < dv)[None, :]
-    grad = tl.load(GRAD + at, mask=mask, other=0.0).to(tl.float32)
-    out = _exactly(OUT, LOW, at, mask, HAS_LOW)
     if NORMS:
         col = C0 + b * scb0 + (h // gc0) * sch0
         squares = -2.0 * tl.load(col + n, mask=n < num_keys, other=0.0)
     else:
         k = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, n, e0, E0, num_keys, True)
         squares = tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
+    grad, delta = _form_deltas(
+        GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, bh, n, num_heads, num_queries, dv, V, HAS_LSE, HAS_LOW,
+        TOKENS,
+    )  # fmt: skip
     query_blocks, key_blocks = _blocks(num_queries), _blocks(num_keys)
-    sums = SUMS + (bh.to(tl.int64) * E0 + f[:, None]) * (query_blocks * PLACES) + n[None, :]
+    f = tl.arange(0, E0)[:, None]
+    sums = SUMS + (bh.to(tl.int64) * E0 + f) * (query_blocks * PLACES) + n[None, :]
     tl.store(sums, tl.zeros((E0, PLACES), tl.int32), mask=n[None, :] < query_blocks * PLACES)
-    delta, lse2 = _delta(grad, out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
-    tl.store(DELTA + line + n, delta, mask=inside)
-    tl.store(LSE2 + line + n, lse2, mask=inside)
     bounds = BOUNDS + bh.to(tl.int64) * 2 * query_blocks + block
-    endless, asked = float("inf"), block < query_blocks
-    tl.store(bounds, _most(tl.sum(grad * grad, 1), inside, endless), mask=asked)
-    tl.store(bounds + query_blocks, _most(delta * delta, inside, endless), mask=asked)
+    inside, asked = n < num_queries, block < query_blocks
+    tl.store(bounds, _most(tl.sum(grad * grad, 1), inside, float("inf")), mask=asked)
+    tl.store(bounds + query_blocks, _most(delta * delta, inside, float("inf")), mask=asked)
     start, stop, _, _ = _query_range(
         n, n, b, first, LENGTHS, num_keys - num_queries, num_queries, FILTER
     )
@@ -96,12 +96,12 @@ def before_sums(
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def after_sums(
-    SUMS, Q0, S0, C0, GRAD_LSE, LSE2, BOUNDS, MOST, DQ0, DS0,
+    SUMS, S0, C0, GRAD_LSE, LSE2, BOUNDS, MOST, DQ0, DS0,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
-    HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, E0: tl.constexpr, MODE0: tl.constexpr,
+    E0: tl.constexpr, HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, MODE0: tl.constexpr,
     LOG0: tl.constexpr, HAS_COL0: tl.constexpr, WANT0: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries, and dscale, but for what the keys have of it: see `_multiply`."""
@@ -119,7 +119,7 @@ def after_sums(
     most = MOST + bh.to(tl.int64) * 2 * tiles + part
     most_k = tl.max(tl.load(most, mask=part < tiles, other=0.0), 0)
     most_v = tl.max(tl.load(most + tiles, mask=part < tiles, other=0.0), 0)
-    bound = most_k * (tl.load(bounds) * most_v + tl.load(bounds + blocks))
+    bound = _bound(bounds, blocks, most_k, most_v)
     dq0 = tl.trans(whole.to(tl.float32) * (1.0 / _fixed(bound)))
     dq0 = tl.where(bound < float("inf"), dq0, float("nan"))
     scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
@@ -131,13 +131,9 @@ def after_sums(
         moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
     sums = line + bh.to(tl.int64) * num_keys
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-    EACH: tl.constexpr = WANT0 and MODE0 == 2
-    if WANT0 and not EACH:
+    if WANT0:
         tl.store(DS0 + sums + n, ref0 * moved, mask=inside)
-    q0 = dq0
-    if EACH:
-        q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True).to(tl.float32)
     _store_queries(
-        dq0, none, none, q0, none, scale0, ref0 * moved, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0,
-        E0, MODE0, 0, False, False, EACH, False, False,
+        dq0, none, none, dq0, none, scale0, none, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0, E0, MODE0,
+        0, False, False, False, False, False,
     )  # fmt: skip
