@@ -44,7 +44,15 @@ def load(pointer, mask=True, other=0.0):
 def store(pointer, x, mask=True):
     offset = torch.as_tensor(pointer.offset)
     mask = torch.as_tensor(mask).expand(offset.shape)
-    pointer.flat[offset[mask]] = x.expand(offset.shape)[mask].to(pointer.flat.dtype)
+    x = torch.as_tensor(x).expand(offset.shape)
+    pointer.flat[offset[mask]] = x[mask].to(pointer.flat.dtype)
+
+
+def atomic_add(pointer, x, sem, scope):
+    """What was there before. Programs come one after the other."""
+    found = pointer.flat[int(pointer.offset)].clone()
+    pointer.flat[int(pointer.offset)] += x
+    return found
 
 
 class Descriptor:
@@ -211,7 +219,7 @@ class Engine:
 
 def module(name, programs, seed):
     """One of our modules of kernels, with this in place of Triton."""
-    engine, place = Engine(seed), SimpleNamespace(id=0, row=0)
+    engine, place = Engine(seed), SimpleNamespace(id=0, row=0, rows=1)
 
     def jit(fn=None, **_):
         return fn if fn is not None else jit
@@ -241,7 +249,8 @@ def module(name, programs, seed):
 
     layout = lambda *_, **__: None  # noqa: E731
     language = SimpleNamespace(
-        constexpr=lambda x: x, static_range=range, range=range, where=where, load=load, store=store,
+        constexpr=lambda x: x, static_range=range, where=where, load=load, store=store,
+        atomic_add=atomic_add, range=lambda *ends, **_: range(*ends),
         minimum=both(torch.minimum), maximum=both(torch.maximum), abs=torch.abs, exp=torch.exp,
         exp2=torch.exp2, sum=torch.sum, max=torch.amax, sqrt=torch.sqrt, trans=torch.t,
         float32=torch.float32, int32=torch.int32, uint32=torch.uint32, int64=torch.int64,
@@ -249,9 +258,10 @@ def module(name, programs, seed):
         arange=lambda a, b, _=None: torch.arange(a, b),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape, dtype=dtype),
         convert_layout=lambda x, _: x, program_id=lambda n: torch.tensor((place.id, place.row)[n]),
-        num_programs=lambda n: torch.tensor(programs), allocate_shared_memory=allocate,
-        warp_specialize=specialize, barrier=engine.pause, BlockedLayout=layout, SliceLayout=layout,
-        NVMMADistributedLayout=layout, DotOperandLayout=layout, NVMMASharedLayout=layout,
+        num_programs=lambda n: torch.tensor((programs, place.rows)[n]),
+        allocate_shared_memory=allocate, warp_specialize=specialize, barrier=engine.pause,
+        BlockedLayout=layout, SliceLayout=layout, NVMMADistributedLayout=layout,
+        DotOperandLayout=layout, NVMMASharedLayout=layout,
         SwizzledSharedLayout=layout,
     )  # fmt: skip
     hopper = SimpleNamespace(

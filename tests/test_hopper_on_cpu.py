@@ -134,6 +134,7 @@ class Call:
         if f["SUMMED"]:
             pairs = Descriptor(sums, DIM, 64)
         scale = self.scale if f["MODE0"] == 2 else self.head
+        counters = torch.zeros(BATCH * HEADS, dtype=torch.int32)
         given = {
             "Q0": Descriptor(self.q), "K0": Descriptor(self.k), "Q1": Descriptor(self.q1),
             "K1": Descriptor(self.k1), "V_": Descriptor(self.v), "OWN_V": Descriptor(self.own),
@@ -147,18 +148,21 @@ class Call:
             "sch0": length, "gc0": 1, "ss0": 1, "num_heads": HEADS, "group0": 1, "group1": 1,
             "group_v": 1, "num_queries": length, "num_keys": length, "number0": 0.5,
             "blocks": -(-length // 128), "parts": BATCH * HEADS, "FILTER": (self.filter,),
-            "STAGES": stages, "BUFFERS": buffers, "LONGEST": longest, **f,
+            "last": BATCH * HEADS if longest else 1, "COUNTERS": Pointer(counters),
+            "STAGES": stages, "BUFFERS": buffers, **f,
         }  # fmt: skip
         for stride in ("sqb0", "sqb1", "skb0", "skb1", "svb", "stb"):
             given[stride] = 1
         kernels = module("triton_hopper", programs, seed)
         names = inspect.signature(kernels.backward_keys).parameters
         # Numbers are tensors in Triton, and so are what is made of them.
-        tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts")
+        tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts", "last")
         given |= {name: torch.tensor(given[name]) for name in tensors}
         for program in range(programs):
             kernels.place.id = program
             kernels.backward_keys(**{name: given.get(name, 0) for name in names})
+        # Every program has drawn one ticket more than there are blocks for it.
+        assert counters[0] == given["blocks"] * given["parts"]
         got["dscale"] = dscale[..., length:]
         (dout, delta), (k, v) = self.bounds.unbind(2), self.most.amax(-1, keepdim=True).unbind(2)
         # 30 bits for what is less than the next power of two.
@@ -206,6 +210,7 @@ def around(name, tensors, numbers, flags, blocks):
     kernel = getattr(kernels, name)
     given = {n: Pointer(x) for n, x in tensors.items()} | flags
     given |= {n: torch.tensor(x) for n, x in numbers.items()}
+    kernels.place.rows = BATCH * HEADS
     for row in range(BATCH * HEADS):
         for block in range(blocks):
             kernels.place.id, kernels.place.row = block, row
@@ -232,6 +237,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
         "BOUNDS": torch.full((BATCH, HEADS, 2, 3), math.nan),
         "MOST": torch.full((BATCH, HEADS, 2, blocks), math.nan),
         "SUMS": torch.full((BATCH, HEADS, DIM, 192), 77, dtype=torch.int32),
+        "COUNTERS": torch.full((BATCH, HEADS), 77, dtype=torch.int32),
     }  # fmt: skip
     numbers = {
         "num_heads": HEADS, "num_queries": queries, "num_keys": LENGTH, "group0": 1, "group_v": 1,
@@ -245,11 +251,12 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     }  # fmt: skip
     flags = {"HAS_LSE": True, "TOKENS": False, "E0": DIM}
     filter = {"V": DIM, "FILTER": (call.filter,), "HAS_LOW": False, "NORMS": norms}
-    around("before_sums", given | made, numbers, flags | filter, 3)
+    around("before_sums", given | made, numbers, flags | filter, 3 + blocks)
     delta = (grad * out).sum(-1) - moved
     assert torch.allclose(made["DELTA"], delta, atol=1e-5)
     assert torch.equal(made["LSE2"], torch.where(lse == -math.inf, math.inf, lse * LOG2E))
     assert not made["SUMS"].any()
+    assert not made["COUNTERS"].any()
     largest = torch.where(hidden, 0.0, call.k.norm(dim=-1)).amax(-1)
     assert torch.allclose(made["MOST"][:, :, 0].amax(-1), largest)
     value = torch.where(hidden, 0.0, call.v.norm(dim=-1)).amax(-1)
@@ -270,16 +277,19 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     assert whole.abs().amax() < 2**30
     made["SUMS"][..., :queries] = whole.mT.int()
     found = torch.full_like(dq, math.nan)
-    scales = torch.full((BATCH, HEADS, queries + LENGTH), math.nan)
-    given |= {"S0": call.head, "DQ0": found, "DS0": scales}
+    shares = torch.full((BATCH, HEADS, queries + LENGTH), math.nan)
+    shares[..., queries:] = torch.randn(BATCH, HEADS, LENGTH)
+    dscale = torch.full((HEADS,), math.nan)
+    given |= {"S0": call.head, "DQ0": found, "DS0": shares, "DSCALE": dscale}
     rest = {
         "MODE0": 1,
         "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
         "HAS_COL0": norms,
-        "WANT0": True,
         "ROOM": 4,
     }
-    around("after_sums", given | made, numbers, flags | rest, 3)
+    around("after_sums", given | made, numbers, flags | rest, 4)
     assert torch.allclose(found, dq * call.head[:, None, None], rtol=1e-5, atol=1e-6)
-    common = call.col[:, :, :1] * moved if norms else torch.zeros_like(moved)
-    assert torch.allclose(scales[..., :queries], torch.where(lse == -math.inf, 0.0, common))
+    want = shares[..., queries:].sum((0, 2))
+    if norms:
+        want += (call.col[:, :, :1] * torch.where(lse == -math.inf, 0.0, moved)).sum((0, 2))
+    assert torch.allclose(dscale, want, rtol=1e-4, atol=1e-4)

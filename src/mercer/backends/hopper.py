@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .launches import INTERPRETED, Launch, helper
-from .triton_plan import Inputs, Numbers, Plan, copies, describe, key_parts, processors, room
+from .triton_plan import Inputs, Numbers, Plan, Rows, copies, describe, key_parts, processors, room
 from .triton_sizes import on_hopper, shared_memory
 
 # Keys that a group of warps owns, and queries of a block.
@@ -29,9 +29,9 @@ WIDE, PAIRS = 256, 2**30
 # At least so many programs of a share of the heads for each processor: with 4 it was 2 % faster
 # than not to store, with 8 10 %.
 LEAST = 3
-# With so many blocks of keys for each processor, programs may take them head by head: the last ones
-# are a small part then. With fewer, the longest come first.
-ROUNDS = 16
+# With so many blocks of keys for each processor, programs take them head by head, but for so many
+# at the end: there, and with fewer, the longest come first, so that all end at about one time.
+ROUNDS, LAST = 16, 4
 # Such features and values leave room for a group that sums up gradients of queries. Where a query
 # sees fewer keys than so many, what comes before and after takes longer than that saves.
 SUMMED, MANY_KEYS = 64, 1024
@@ -98,10 +98,10 @@ def _share(p: Plan) -> int:
 
 
 def keys(
-    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], dband: Tensor | None, own_v: Tensor, other: int,
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], dband: Tensor | None,
+    own_v: Tensor, other: int,
 ) -> None:  # fmt: skip
-    """The pass over keys; `rows` are dO, log_mass to the base 2, delta and dlog_mass.
+    """The pass over keys.
 
     `other`: the query at a key's place has a value for itself (1), and a key, too (2).
     """
@@ -110,12 +110,12 @@ def keys(
     tensors = _tensors(x, p, ready, rows, of_keys, pairs, _of(own_v) if other else x.v)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
         launch = _keys(p, part, store=2 * banded, banded=banded, other=other)
-        launch(tensors, (*p.numbers(x.seed), *_blocks(p), 0))
+        launch(tensors, (*p.numbers(x.seed), *_order(p), 0))
 
 
 def all_passes(
-    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], of_queries: tuple[Any, ...], lse: bool,
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
+    of_queries: tuple[Any, ...], lse: bool,
 ) -> None:  # fmt: skip
     """The pass over keys, and all that follows from what it stores, some heads at a time."""
     c, static = p.constants, p.static
@@ -131,7 +131,7 @@ def all_passes(
     to_queries = (
         describe(pairs, bn, bm), describe(x.k[0], bn, c["E0"]),
         describe(x.k[1], bn, c["E1"]) if two else second,
-        x.q[0], x.scale[0], ready.col0, lengths, rows[3], rows[1], dq[0], dq[-1], ds[0],
+        x.q[0], x.scale[0], ready.col0, lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
     )  # fmt: skip
     to_keys: tuple[Any, ...] = ()
     if two:
@@ -141,7 +141,7 @@ def all_passes(
         own = min(count, batch * heads - offset)
         numbers = (*p.numbers(x.seed), offset)
         launch = _keys(p, 1 if two else 0, own, store=_together(p))
-        launch(tensors, (*p.numbers(x.seed), *_blocks(p, own), offset))
+        launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
@@ -158,14 +158,13 @@ def sums(p: Plan, grad: Tensor) -> bool:
 
 
 def one_pass(
-    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], of_queries: tuple[Any, ...], made: tuple[Tensor, Tensor, Tensor],
-    lse: bool,
-) -> None:  # fmt: skip
-    """All gradients; `rows` are as for `keys`, of which the second and third are formed here."""
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
+    of_queries: tuple[Any, ...], made: tuple[Tensor, Tensor, Tensor], lse: bool,
+) -> Tensor:  # fmt: skip
+    """All gradients; `rows` are formed here. Those of scales come back, where they are wanted."""
     c, slot = p.constants, p.static.slots[0]
     batch, heads, num_queries = p.static.shape
-    grad_out, lse2, delta, grad_lse = rows
+    grad_out, lse2, delta, grad_lse, counters = rows
     dq, ds, *_ = of_queries
     blocks, key_blocks, parts = -(-num_queries // GROUP), -(-p.num_keys // GROUP), batch * heads
     whole = delta.new_empty((batch, heads, SUMMED, blocks * GROUP), dtype=torch.int32)
@@ -179,19 +178,21 @@ def one_pass(
         "NORMS": slot.norm and not x.col[0].numel(),
     }  # fmt: skip
     helper(
-        "before_sums", (max(blocks, key_blocks), parts, 1), flags | before,
-        (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, bounds, most,
-         whole),
+        "before_sums", (blocks + key_blocks, parts, 1), flags | before,
+        (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, counters,
+         bounds, most, whole),
         numbers,
     )  # fmt: skip
     tensors = _tensors(x, p, ready, rows, of_keys, _of(whole, GROUP, 32), x.v, (bounds, most))
-    _keys(p, 0, summed=True)(tensors, (*numbers, *_blocks(p), 0))
+    _keys(p, 0, summed=True)(tensors, (*numbers, *_order(p, summed=True), 0))
+    dscale = delta.new_empty(heads if slot.wants else 0)
     after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")}
     helper(
-        "after_sums", (blocks, parts, 1),
-        flags | after | {"WANT0": slot.wants, "ROOM": room(key_blocks)},
-        (whole, x.scale[0], ready.col0, grad_lse, lse2, bounds, most, dq[0], ds[0]), numbers,
+        "after_sums", (blocks + slot.wants, parts, 1), flags | after | {"ROOM": room(key_blocks)},
+        (whole, x.scale[0], ready.col0, grad_lse, lse2, bounds, most, ds[0], dscale, dq[0]),
+        numbers,
     )  # fmt: skip
+    return dscale
 
 
 def _to_queries(p: Plan) -> tuple[int, int, int, int]:
@@ -234,10 +235,10 @@ def _aligned(length: int) -> int:
 
 
 def _tensors(
-    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], pairs: Any, own_v: Any, bounds: tuple[Tensor, ...] = (),
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], pairs: Any,
+    own_v: Any, bounds: tuple[Tensor, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
-    grad_out, lse2, delta, _ = rows
+    grad_out, lse2, delta, _, counters = rows
     bounds = bounds or (delta, delta)
     dk, dv, dcol, ds = of_keys
     two = p.constants["E1"] > 0
@@ -246,7 +247,8 @@ def _tensors(
     return (
         _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
-        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], own_v, *bounds, ds[0],
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], own_v, *bounds, counters,
+        ds[0],
     )  # fmt: skip
 
 
@@ -270,28 +272,29 @@ def _keys(
     left -= 2 * passing * GROUP * GROUP * summed
     step = GROUP * (row + 4 * GROUP * banded + 12)
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
-    blocks, parts = _blocks(p, heads)
-    tiles, count = blocks * parts, processors(p.device)
-    bytes_summed = 4 * SUMMED * parts * p.static.shape[2] if summed else 0
-    longest = tiles < ROUNDS * count and bytes_summed <= CACHED
+    blocks, parts, _ = _order(p, heads)
     # Where there is room, the next keys come while these are at work.
     buffers = 2 if (left - 2 * kept) // step >= 3 else 1
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
-        "SUMMED": summed, "BANDED": banded, "OTHER": other, "LONGEST": longest,
+        "SUMMED": summed, "BANDED": banded, "OTHER": other,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
     }  # fmt: skip
-    found = p.launches[key] = Launch(
-        triton_hopper.backward_keys, (min(tiles, count), 1, 1), constants, {"num_warps": 4}
-    )
+    grid = (min(blocks * parts, processors(p.device)), 1, 1)
+    found = p.launches[key] = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})
     return found
 
 
-def _blocks(p: Plan, heads: int = 0) -> tuple[int, int]:
-    """Blocks of keys, and heads, of which some may come at a time."""
-    batch, all_heads, _ = p.static.shape
-    return -(-p.num_keys // (2 * GROUP)), heads or batch * all_heads
+def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, int]:
+    """Blocks of keys; heads, of which some may come at a time; those at the end, longest first."""
+    batch, all_heads, num_queries = p.static.shape
+    blocks, parts = -(-p.num_keys // (2 * GROUP)), heads or batch * all_heads
+    count = processors(p.device)
+    last = parts if blocks * parts < ROUNDS * count else min(parts, -(-LAST * count // blocks))
+    if summed:
+        last = max(1, min(last, CACHED // (4 * SUMMED * num_queries)))
+    return blocks, parts, last
 
 
 def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:

@@ -606,7 +606,7 @@ def _store_queries(
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_queries(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
-    OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DBAND, ENDS, OWN_K, OWN_V, SHARES, PULLS,
+    COUNTERS, OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DBAND, ENDS, OWN_K, OWN_V, SHARES, PULLS,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
@@ -653,6 +653,8 @@ def backward_queries(
     if OWN == 2:
         x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
     if FIRST:
+        # No ticket of the pass over keys has been drawn yet.
+        tl.store(COUNTERS + bh, 0, mask=tl.program_id(0) == 0)
         delta, lse2 = _delta(grad.to(tl.float32), out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
     own, own_dp = none, none
     if OWN > 0:

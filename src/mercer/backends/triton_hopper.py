@@ -53,33 +53,39 @@ SUM_REGISTERS = gl.constexpr(72)
 # Blocks of pairs on their way to that group, of each that multiplies, and of sums on theirs to memory.
 SLOTS = gl.constexpr(3)
 LEAVING = gl.constexpr(2)
+# Tickets that lie in shared memory: the group that copies is at most two turns ahead of the others.
+TICKETS = gl.constexpr(4)
 
 
 @gluon.jit
-def _turns(blocks, parts):
-    """How many blocks of keys this program has."""
-    programs, tiles = gl.num_programs(0), blocks * parts
-    turns = tiles // programs
-    return turns + (_place(turns, programs) < tiles % programs).to(gl.int32)
+def _tell(COUNTER, turn, tickets, told):
+    """Draws the ticket for the next turn, for all groups of this program."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ticket = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed", scope="gpu")
+    tickets.index(turn % TICKETS).store(gl.zeros([32], gl.int32, LAYOUT) + ticket)
+    barrier()
+    mbarrier.arrive(told.index(turn % TICKETS), count=1)
+    return ticket
 
 
 @gluon.jit
-def _place(turn, programs):
-    """Its place among all, to and fro: who had one of the longest then has one of the shortest."""
-    return gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+def _hear(turn, tickets, told):
+    """The ticket for the next turn."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(told.index(turn % TICKETS), (turn // TICKETS) & 1)
+    return gl.max(tickets.index(turn % TICKETS).load(LAYOUT), 0)
 
 
 @gluon.jit
 def _tile(
-    turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS,
-    FILTER: gl.constexpr, STORE: gl.constexpr, LONGEST: gl.constexpr,
+    ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS,
+    FILTER: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
-    """Which keys of which head a turn is about, and the blocks of queries that may see them."""
-    at = turn * gl.num_programs(0) + _place(turn, gl.num_programs(0))
-    if LONGEST:
-        block, part = at // parts, at % parts
-    else:
-        block, part = at % blocks, at // blocks
+    """Which keys of which head a ticket is for, and the blocks of queries that may see them."""
+    # Head by head, but for the last ones: of those the first blocks come first, which most see.
+    rest = ticket - (parts - last) * blocks
+    block = gl.where(rest < 0, ticket % blocks, rest // last)
+    part = gl.where(rest < 0, ticket // blocks, parts - last + rest % last)
     bh = part + offset
     low = block * (2 * OWN)
     ALIGN: gl.constexpr = STORE * BLOCK if STORE > 0 else BLOCK
@@ -128,20 +134,31 @@ def _copy_steps(
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, LONGEST: gl.constexpr,
+    OTHER: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
-        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, k0s, k1s, vs, ys, q0s, q1s, gs,
-        biases, rows, ready, free, full, empty, sqb0, sqb1, skb0, skb1, svb, stb, group0, group1, group_v,
-        blocks, parts, offset, num_heads, num_queries, num_keys, first,
+        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, q0s, q1s,
+        gs, biases, rows, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
+        group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
-    done = 0
-    for turn in range(_turns(blocks, parts)):
+    done, turn = 0, 0
+    ticket = gl.program_id(0)
+    while ticket < blocks * parts:
         low, _, b, h, start, steps = _tile(
-            turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
-            LONGEST,
-        )  # fmt: skip
+            ticket,
+            blocks,
+            parts,
+            last,
+            offset,
+            num_heads,
+            num_queries,
+            num_keys,
+            first,
+            LENGTHS,
+            FILTER,
+            STORE,
+        )
         line = (b * num_heads + h).to(gl.int64) * num_queries
         b0, b1 = gl.where(sqb0 == 0, 0, b), gl.where(sqb1 == 0, 0, b)
         bt = gl.where(stb == 0, 0, b)
@@ -166,11 +183,13 @@ def _copy(
             load(V_, [bv, h // group_v, key, 0], ready.index(at), vs.index(at))
             if OTHER == 1:
                 load(OWN_V, [b, h, key, 0], ready.index(at), ys.index(at))
+        ticket = _tell(COUNTERS + offset, turn, tickets, told)
         _copy_steps(
             early, steps, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, full, empty,
             b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED,
         )  # fmt: skip
         done += steps
+        turn += 1
 
 
 @gluon.jit
@@ -214,23 +233,33 @@ def _most(base, count):
 
 @gluon.jit
 def _sum(
-    inputs, E0: gl.constexpr, FILTER: gl.constexpr, STORE: gl.constexpr,
-    BUFFERS: gl.constexpr, LONGEST: gl.constexpr,
+    inputs, E0: gl.constexpr, FILTER: gl.constexpr, STORE: gl.constexpr, BUFFERS: gl.constexpr
 ):  # fmt: skip
     """The group that adds to gradients of queries, in fixed point: any order gives the same bits."""
     (
-        DQ, BOUNDS, MOST, LENGTHS, k0s, turned, pairs, sums, ready, given, taken, used, blocks, parts, offset,
-        num_heads, num_queries, num_keys, first,
+        DQ, BOUNDS, MOST, LENGTHS, k0s, turned, pairs, sums, ready, given, taken, used, tickets, told, blocks,
+        parts, last, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     FEATURES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    done = 0
+    done, turn = 0, 0
     key_blocks, query_blocks = _blocks(num_keys), _blocks(num_queries)
-    for turn in range(_turns(blocks, parts)):
+    ticket = gl.program_id(0)
+    while ticket < blocks * parts:
         _, _, b, h, start, steps = _tile(
-            turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
-            LONGEST,
-        )  # fmt: skip
+            ticket,
+            blocks,
+            parts,
+            last,
+            offset,
+            num_heads,
+            num_queries,
+            num_keys,
+            first,
+            LENGTHS,
+            FILTER,
+            STORE,
+        )
         bh = (b * num_heads + h).to(gl.int64)
         bounds = BOUNDS + bh * 2 * query_blocks + start // BLOCK
         at = (turn % BUFFERS) * 2
@@ -267,6 +296,8 @@ def _sum(
             barrier()
             add_to(DQ, [b, h, 0, start + step * BLOCK], target)
         done += steps
+        ticket = _hear(turn, tickets, told)
+        turn += 1
     tma.store_wait(0)
 
 
@@ -388,18 +419,52 @@ def _span(
 
 
 @gluon.jit
+def _keys_of(
+    ticket, own, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, S0, C0, number0,
+    ss0, scb0, sch0, gc0, FILTER: gl.constexpr, STORE: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
+    HAS_COL0: gl.constexpr, SUM0: gl.constexpr, DOWN: gl.constexpr,
+):  # fmt: skip
+    """What `_tile` gives, and the numbers of these keys: their head's scale, the reference, and each one's."""
+    low, part, b, h, start, steps = _tile(
+        ticket,
+        blocks,
+        parts,
+        last,
+        offset,
+        num_heads,
+        num_queries,
+        num_keys,
+        first,
+        LENGTHS,
+        FILTER,
+        STORE,
+    )
+    line = (b * num_heads + h).to(gl.int64) * num_queries
+    line_c = b.to(gl.int64) * scb0 + (h // gc0) * sch0
+    ref0 = _reference(C0 + line_c, SUM0)
+    head0 = 1.0
+    if MODE0 < 2:
+        head0 = _scale(S0, number0, ss0, h, line, low, low < num_keys, MODE0, LOG0)
+    j = low + own * OWN + gl.arange(0, OWN, DOWN)
+    c = gl.zeros([OWN], gl.float32, DOWN)
+    if HAS_COL0:
+        c = gl.load(C0 + line_c + j, mask=j < num_keys, other=0.0)
+    return low, part, b, h, start, steps, head0, ref0, c
+
+
+@gluon.jit
 def _multiply(
     own, inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
-    LONGEST: gl.constexpr, HELD: gl.constexpr,
+    HELD: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     (
         DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, all_pairs, biases,
-        rows, ready, free, full, empty, given, taken, used, number0, ss0, scb0, sch0, gc0, stride_ids, blocks,
-        parts, offset, num_heads, num_queries, num_keys, first,
+        rows, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0,
+        stride_ids, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     # Sums that this part does not form are as narrow as may be.
@@ -412,23 +477,25 @@ def _multiply(
     DOWN: gl.constexpr = gl.SliceLayout(1, SCORES)
     SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
     DCOL0: gl.constexpr = NORM0 or SAVE_COL0 or SUM0
-    done = 0
+    done, turn = 0, 0
     place = num_keys - num_queries
-    for turn in range(_turns(blocks, parts)):
-        low, part, b, h, start, steps = _tile(
-            turn, blocks, parts, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
-            LONGEST,
+    ticket, tiles = gl.program_id(0), blocks * parts
+    if HELD:
+        low, part, b, h, start, steps, head0, ref0, c = _keys_of(
+            ticket, own, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, S0, C0,
+            number0, ss0, scb0, sch0, gc0, FILTER, STORE, MODE0, LOG0, HAS_COL0, SUM0, DOWN,
         )  # fmt: skip
+    while ticket < tiles:
+        if not HELD:
+            low, part, b, h, start, steps, head0, ref0, c = _keys_of(
+                ticket, own, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, S0, C0,
+                number0, ss0, scb0, sch0, gc0, FILTER, STORE, MODE0, LOG0, HAS_COL0, SUM0, DOWN,
+            )  # fmt: skip
         bh = b * num_heads + h
         first_key = low + own * OWN
         line = bh.to(gl.int64) * num_queries
         keys = bh.to(gl.int64) * num_keys
         sums = line + keys + num_queries
-        line_c = b.to(gl.int64) * scb0 + (h // gc0) * sch0
-        ref0 = _reference(C0 + line_c, SUM0)
-        head0 = 1.0
-        if MODE0 < 2:
-            head0 = _scale(S0, number0, ss0, h, line, low, low < num_keys, MODE0, LOG0)
         # Of all blocks, those that may see a key of this group, and those that see all of them.
         high = gl.minimum(first_key + OWN, num_keys) - 1
         begin, end, sure_start, sure_stop = _query_range(
@@ -457,9 +524,6 @@ def _multiply(
         k0, k1, v, y = k0s.index(at), k1s.index(at), vs.index(at), ys.index(at)
         j = first_key + gl.arange(0, OWN, DOWN)
         inside = j < num_keys
-        c = gl.zeros([OWN], gl.float32, DOWN)
-        if HAS_COL0:
-            c = gl.load(C0 + line_c + j, mask=inside, other=0.0)
         factor = head0 * LOG2E
         dcs = _within(gl.zeros([OWN, BLOCK], gl.float32, SCORES))
         dk0 = gl.zeros([OWN, WIDE0], gl.float32, SUMS0)
@@ -473,6 +537,12 @@ def _multiply(
             w = v.load(gl.DotOperandLayout(0, SCORES, 2))
             if E1 > 0:
                 a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
+        if BUFFERS > 1:
+            # By now, gradients of the keys before have left.
+            if turn > 0:
+                tma.store_wait(0)
+                barrier()
+                mbarrier.arrive(free.index(2 - at + 2 * own), count=1)
         if STORE < 2:
             _skip(0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES)
         for span in gl.static_range(3):
@@ -495,24 +565,33 @@ def _multiply(
                 end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES
             )
         done += steps
+        ticket = _hear(turn, tickets, told)
+        if HELD:
+            # Numbers of the next keys are on their way while gradients of these leave.
+            low, part, b_next, h_next, start, steps, head_next, ref_next, c_next = _keys_of(
+                gl.minimum(ticket, tiles - 1), own, blocks, parts, last, offset, num_heads, num_queries, num_keys,
+                first, LENGTHS, S0, C0, number0, ss0, scb0, sch0, gc0, FILTER, STORE, MODE0, LOG0, HAS_COL0, SUM0,
+                DOWN,
+            )  # fmt: skip
         dc = gl.convert_layout(gl.sum(dcs, 1), DOWN)
         if SUMMED:
             # The group that sums up reads these keys, too.
             mbarrier.wait(used.index(turn % BUFFERS), (turn // BUFFERS) & 1)
         if PART != 2:
+            if NORM0 or (SUMMED and WANT0):
+                x = _finite(k0.load(SUMS0).to(gl.float32))
             if WANT0 and MODE0 == 1:
                 share = (c - ref0) * dc if SUM0 else gl.zeros([OWN], gl.float32, DOWN)
                 if SUMMED:
                     # sum_i <q_i, dq_i> is sum_j <k_j, dk_j>.
-                    both = gl.sum(dk0 * _finite(k0.load(SUMS0).to(gl.float32)), 1)
-                    share += gl.convert_layout(both, DOWN)
+                    share += gl.convert_layout(gl.sum(dk0 * x, 1), DOWN)
                 gl.store(DS0 + sums + j, share, mask=inside)
             if MODE0 != 2:
                 dk0 = dk0 * head0
                 dc = dc * head0
             if NORM0:
                 along = gl.convert_layout(dc, gl.SliceLayout(1, SUMS0))
-                dk0 -= along[:, None] * k0.load(SUMS0).to(gl.float32)
+                dk0 -= along[:, None] * x
             if SAVE_COL0:
                 gl.store(DC0 + keys + j, dc, mask=inside)
             k0.store(dk0.to(k0.dtype))
@@ -526,23 +605,28 @@ def _multiply(
             store(DV, [b, h, first_key, 0], v)
         if E1 > 0 and PART != 1:
             store(DK1, [b, h, first_key, 0], k1)
-        tma.store_wait(0)
-        barrier()
-        mbarrier.arrive(free.index(at), count=1)
+        if HELD:
+            b, h, head0, ref0, c = b_next, h_next, head_next, ref_next, c_next
+        turn += 1
+        if BUFFERS == 1:
+            tma.store_wait(0)
+            barrier()
+            mbarrier.arrive(free.index(at), count=1)
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "offset"])
+@gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "last", "offset"])
 def backward_keys(
     Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, OWN_V,
-    BOUNDS, MOST, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    BOUNDS, MOST, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, blocks, parts, offset,
+    seed, number0, number1, dropout, blocks, parts, last, offset,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, LONGEST: gl.constexpr, HELD: gl.constexpr,
+    OTHER: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
@@ -552,8 +636,8 @@ def backward_keys(
     and so has what is stored.
     SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on.
     OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
-    A program goes on with other keys: LONGEST: in the order of all heads' first blocks, then their
-    second ones; otherwise head by head.
+    A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
+    drawn so far at the place `offset`.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -582,6 +666,10 @@ def backward_keys(
     free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    tickets = gl.allocate_shared_memory(gl.int32, [TICKETS, 32], PLAIN)
+    told = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], BARRIER)
+    for s in gl.static_range(TICKETS):
+        mbarrier.init(told.index(s), count=1)
     given, taken, used, sums, turned = ready, ready, ready, k0s, k0s
     if SUMMED:
         pairs = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, OWN, BLOCK], HALF)
@@ -608,48 +696,48 @@ def backward_keys(
     fence_async_shared()
     multiply = (
         DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases, rows,
-        ready, free, full, empty, given, taken, used, number0, ss0, scb0, sch0, gc0, stride_ids, blocks, parts,
-        offset, num_heads, num_queries, num_keys, first,
+        ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0, stride_ids,
+        blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     copy = (
-        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, k0s, k1s, vs, ys, q0s, q1s, gs, biases,
-        rows, ready, free, full, empty, sqb0, sqb1, skb0, skb1, svb, stb, group0, group1, group_v, blocks, parts,
-        offset, num_heads, num_queries, num_keys, first,
+        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, q0s, q1s,
+        gs, biases, rows, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
+        group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     summed = (
-        PAIRS, BOUNDS, MOST, LENGTHS, k0s, turned, pairs, sums, ready, given, taken, used, blocks, parts, offset,
-        num_heads, num_queries, num_keys, first,
+        PAIRS, BOUNDS, MOST, LENGTHS, k0s, turned, pairs, sums, ready, given, taken, used, tickets, told, blocks,
+        parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     if SUMMED:
         gl.warp_specialize(
             [
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, LONGEST, HELD,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, LONGEST, HELD,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD,
                 )),
-                (_sum, (summed, E0, FILTER, STORE, BUFFERS, LONGEST)),
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, LONGEST)),
+                (_sum, (summed, E0, FILTER, STORE, BUFFERS)),
             ],
             [4, 4, 4],
-            [LESS_REGISTERS, SUM_REGISTERS, FEW_REGISTERS],
+            [LESS_REGISTERS, LESS_REGISTERS, SUM_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, LONGEST, HELD,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, LONGEST, HELD,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD,
                 )),
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, LONGEST)),
             ],
             [4, 4],
-            [REGISTERS, FEW_REGISTERS],
+            [REGISTERS, REGISTERS],
         )  # fmt: skip

@@ -19,6 +19,7 @@ from .triton_plan import (
     Inputs,
     Numbers,
     Plan,
+    Rows,
     Slot,
     Static,
     aligned_copy,
@@ -266,7 +267,8 @@ def backward(
     drow = [torch.empty_like(y) for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
     dband = bands.empty_gradient(band, static, v) if static.clip >= 0 else (delta, delta)
-    rows = (grad_out, lse2, delta, grad_lse)
+    counters = lse.new_empty(batch * heads, dtype=torch.int32)
+    rows = Rows(grad_out, lse2, delta, grad_lse, counters)
     of_keys = (dk, dv, dcol, ds)
     within = (dq, ds, drow, *dband)
     made = (out, low, lse)
@@ -279,10 +281,12 @@ def backward(
             "deltas", (-(-num_queries // 64), batch * heads, 1),
             {"WIDTH": room(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
-            (grad_out, grad_lse, out, low, lse, delta, lse2), (heads, num_queries, width),
+            (grad_out, grad_lse, out, low, lse, delta, lse2, counters),
+            (heads, num_queries, width),
         )  # fmt: skip
+    scales: list[Tensor] = []
     if summed:
-        hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)
+        scales = [hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)]
     elif stored:
         hopper.all_passes(x, p, ready, rows, of_keys, within, given_lse)
     elif banded:
@@ -292,16 +296,19 @@ def backward(
         backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
         # The table's end is a shift of log_mass.
-        rows = (grad_out, lse2 - band[..., 0], delta, grad_lse)
-        backward_of(x, p, ready, rows, of_keys, within)
+        backward_of(x, p, ready, rows._replace(lse2=lse2 - band[..., 0]), of_keys, within)
     dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [
         _reduced(y, to) if slot.keys or not n else _zeros(to)
         for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
     ]
-    dscale = [
-        _to_scale(y, to, slot, num_queries) if y.numel() else _zeros(to)
+    scales = scales or [
+        _to_scales(y, to, slot, num_queries)
         for y, to, slot in zip(ds, given.scale, slots, strict=True)
+    ]
+    dscale = [
+        _of_all(y, to) if y.numel() else _zeros(to)
+        for y, to in zip(scales, given.scale, strict=True)
     ]
     dcol = [
         _reduced(y, to) if y.numel() else _zeros(to) for y, to in zip(dcol, given.col, strict=True)
@@ -312,17 +319,16 @@ def backward(
 
 
 def backward_of(
-    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], of_queries: tuple[Any, ...],
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], of_queries: tuple[Any, ...],
     made: tuple[Tensor, Tensor, Tensor] | None = None, *, lse: bool = False, cut: bool = False,
     own: Own | None = None,
 ) -> None:  # fmt: skip
-    """Both passes of one plan; `rows` are dO, log_mass to the base 2, delta and dlog_mass.
+    """Both passes of one plan.
 
-    With `made`, what the forward gave, the second and third are formed; without, this adds its share
-    to the gradients of a plan before.
+    With `made`, what the forward gave, `rows` are formed; without, this adds its share to the gradients
+    of a plan before.
     """
-    grad_out, lse2, _, _ = rows
+    grad_out, lse2, *_ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
     given, strides, kind = _own(own, lse2, 4)
@@ -339,12 +345,11 @@ def backward_of(
 
 
 def _backward_keys(
-    x: Inputs, p: Plan, ready: Numbers, rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Any, ...], dband: Tensor | None = None, *, add: bool = False,
-    own: Own | None = None,
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
+    dband: Tensor | None = None, *, add: bool = False, own: Own | None = None,
 ) -> None:  # fmt: skip
     """The pass over keys; with room for them, it stores the gradients of all pairs."""
-    grad_out, lse2, delta, _ = rows
+    grad_out, lse2, delta, *_ = rows
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys
     (_, own_v, *_), strides, kind = _own(own, lse2, 2)
@@ -366,9 +371,9 @@ def _backward_keys(
         )  # fmt: skip
 
 
-def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tensor:
-    """The gradient of a scale from what each query and each key adds to it."""
-    if given.dim() == 3:
+def _to_scales(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tensor:
+    """The gradients of scales from what each query and each key adds to them."""
+    if not sums.numel() or given.dim() == 3:
         return sums[..., :num_queries]
     batch, heads, count = sums.shape
     out = sums.new_empty(heads)
@@ -376,7 +381,12 @@ def _to_scale(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tens
         "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 8192}, (sums, given, out),
         (batch, heads, count, 0 if given.numel() == 1 else 1), {"num_warps": 16},
     )  # fmt: skip
-    return out if given.numel() > 1 else out.sum(0, keepdim=True)
+    return out
+
+
+def _of_all(scales: Tensor, given: Tensor) -> Tensor:
+    """The gradient of one scale is the sum of those of all heads'."""
+    return scales if given.numel() > 1 else scales.sum(0, keepdim=True)
 
 
 def _zeros(given: Tensor) -> Tensor:

@@ -54,10 +54,13 @@ def split_columns(COL, OUT, count, BM: tl.constexpr, FOR: tl.constexpr):
 
 @triton.jit
 def _form_deltas(
-    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, bh, n, num_heads, length, width,
+    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, bh, n, num_heads, length, width,
     WIDTH: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Stores delta and log_mass to the base 2 of rows; dO, and the first of the two."""
+    """Stores delta and log_mass to the base 2 of rows; dO, and the first of the two.
+
+    No ticket of the pass over keys has been drawn yet.
+    """
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     inside = n < length
     line = bh.to(tl.int64) * length
@@ -71,12 +74,13 @@ def _form_deltas(
     )
     tl.store(DELTA + line + n, delta, mask=inside)
     tl.store(LSE2 + line + n, lse2, mask=inside)
+    tl.store(COUNTERS + bh, 0, mask=tl.program_id(0) == 0)
     return grad, delta
 
 
 @triton.jit
 def deltas(
-    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, num_heads, length, width,
+    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, num_heads, length, width,
     WIDTH: tl.constexpr, BM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +88,8 @@ def deltas(
     bh = tl.program_id(1)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     _form_deltas(
-        GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, bh, n, num_heads, length, width, WIDTH, HAS_LSE, HAS_LOW,
-        TOKENS,
+        GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, bh, n, num_heads, length, width, WIDTH, HAS_LSE,
+        HAS_LOW, TOKENS,
     )  # fmt: skip
 
 
@@ -112,20 +116,33 @@ def turn(
 
 
 @triton.jit
-def sum_to_scale(SUMS, GIVEN, OUT, batch, heads, count, stride, LOG: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The gradient of a head's scale, or of what it was formed from, of sums [B, H, count]."""
-    h = tl.program_id(0).to(tl.int64)
+def _of_head(SUMS, h, batch, heads, line, first, count, BLOCK: tl.constexpr):
+    """The sum of `count` numbers from `first` on, of a head's lines in all sequences."""
     acc = tl.zeros((BLOCK,), tl.float32)
-    for b in range(batch):
-        line = SUMS + (b * heads + h) * count
-        for start in range(0, count, BLOCK):
-            n = start + tl.arange(0, BLOCK)
-            acc += tl.load(line + n, mask=n < count, other=0.0)
-    total = tl.sum(acc, 0)
+    per = (count + BLOCK - 1) // BLOCK
+    # Several are on their way at a time.
+    for step in tl.range(0, batch * per, loop_unroll_factor=4):
+        n = step % per * BLOCK + tl.arange(0, BLOCK)
+        at = SUMS + (step // per * heads + h) * line + first
+        acc += tl.load(at + n, mask=n < count, other=0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def _store_scale(total, GIVEN, OUT, h, stride, LOG: tl.constexpr):
+    """The gradient of a head's scale, or of what that is formed from."""
     if LOG[0] > 0:
         log, slope = _bent(tl.load(GIVEN + h * stride), LOG)
         total *= -2.0 * tl.exp(-2.0 * log) * slope
     tl.store(OUT + h, total)
+
+
+@triton.jit
+def sum_to_scale(SUMS, GIVEN, OUT, batch, heads, count, stride, LOG: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The gradient of a head's scale, or of what it was formed from, of sums [B, H, count]."""
+    h = tl.program_id(0).to(tl.int64)
+    total = _of_head(SUMS, h, batch, heads, count, 0, count, BLOCK)
+    _store_scale(total, GIVEN, OUT, h, stride, LOG)
 
 
 @triton.jit

@@ -144,6 +144,16 @@ class Numbers(NamedTuple):
     band: Tensor  # what a table says of the pairs within its reach, or empty
 
 
+class Rows(NamedTuple):
+    """What the passes of the backward have of every query."""
+
+    grad_out: Tensor
+    lse2: Tensor  # log_mass to the base 2
+    delta: Tensor  # <dO, O> - dlog_mass
+    grad_lse: Tensor  # dlog_mass
+    counters: Tensor  # of every head: how many blocks of keys have a program that takes them
+
+
 @dataclass(eq=False)
 class Plan:
     """What follows from shapes, strides and options."""
