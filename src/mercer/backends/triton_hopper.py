@@ -53,7 +53,7 @@ SUM_REGISTERS = gl.constexpr(72)
 # Blocks of pairs on their way to that group, of each that multiplies, and of sums on theirs to memory.
 SLOTS = gl.constexpr(3)
 LEAVING = gl.constexpr(2)
-# Tickets that lie in shared memory: the group that copies is at most two turns ahead of the others.
+# Tickets that lie in shared memory: when one is drawn, all groups have read that of three turns before.
 TICKETS = gl.constexpr(4)
 
 
@@ -172,6 +172,7 @@ def _copy(
                 0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, full, empty,
                 b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED,
             )  # fmt: skip
+        ticket = _tell(COUNTERS + offset, turn, tickets, told)
         for own in gl.static_range(2):
             at = (turn % BUFFERS) * 2 + own
             key = low + own * OWN
@@ -183,7 +184,6 @@ def _copy(
             load(V_, [bv, h // group_v, key, 0], ready.index(at), vs.index(at))
             if OTHER == 1:
                 load(OWN_V, [b, h, key, 0], ready.index(at), ys.index(at))
-        ticket = _tell(COUNTERS + offset, turn, tickets, told)
         _copy_steps(
             early, steps, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, full, empty,
             b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED,
