@@ -257,6 +257,7 @@ def module(name, programs, seed):
         bits=bits, inline_asm_elementwise=rounded,
         arange=lambda a, b, _=None: torch.arange(a, b),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, x, dtype, _=None: torch.full(shape, x, dtype=dtype),
         convert_layout=lambda x, _: x, program_id=lambda n: torch.tensor((place.id, place.row)[n]),
         num_programs=lambda n: torch.tensor((programs, place.rows)[n]),
         allocate_shared_memory=allocate, warp_specialize=specialize, barrier=engine.pause,

@@ -35,7 +35,16 @@ CASES = {
     "stored-window-alone": {"STORE": 1, "filter": WINDOW},
     "band": {"STORE": 2, "BANDED": True},
     "summed": {"SUMMED": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
+    "summed-columns": {
+        "SUMMED": True,
+        "SIDES": True,
+        "NORM0": True,
+        "HAS_COL0": True,
+        "MODE0": 1,
+        "WANT0": True,
+    },
     "summed-window": {"SUMMED": True, "filter": WINDOW, "HELD": True},
+    "summed-window-columns": {"SUMMED": True, "SIDES": True, "filter": WINDOW, "HELD": True},
     "summed-padding": {"SUMMED": True, "filter": PADDING, "MODE0": 1, "WANT0": True},
 }
 
@@ -49,7 +58,7 @@ class Call:
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
             "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "OTHER": 0, "HELD": False,
-            **flags,
+            "SIDES": False, **flags,
         }  # fmt: skip
         draw = torch.Generator().manual_seed(0)
         rows = (BATCH, HEADS, length)
@@ -197,7 +206,7 @@ def test_it_gives_the_sums_of_every_block(name, programs):
 @pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize("longest", [False, True], ids=["head-by-head", "longest-first"])
 def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
-    for flags in ({"OTHER": 1}, {"SUMMED": True}):
+    for flags in ({"OTHER": 1}, {"SUMMED": True}, {"SUMMED": True, "SIDES": True}):
         call = Call(filter=WINDOW, HELD=True, length=300, **flags)
         want = call.run(12, longest=True, stages=3, buffers=1, seed=9)
         got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .triton_backward import _reference
-from .triton_kernels import LOG2E, _finite, _query_blocks, _query_range, _scale, _visible
+from .triton_kernels import COLUMNS, LOG2E, _finite, _query_blocks, _query_range, _scale, _visible
 from .triton_summed import _blocks, _bound, _fixed
 
 # As Triton 3.6 calls them, and as later ones do.
@@ -96,10 +96,21 @@ def _tile(
 
 
 @gluon.jit
+def _split(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Numbers of rows as columns of half precision that add up to them."""
+    e = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    high = x.to(DTYPE).to(gl.float32)
+    middle = (x - high).to(DTYPE).to(gl.float32)
+    low = x - high - middle
+    rest = gl.where(e == 1, middle[:, None], gl.where(e == 2, low[:, None], 0.0))
+    return gl.where(e == 0, high[:, None], rest).to(DTYPE)
+
+
+@gluon.jit
 def _copy_steps(
-    begin, end, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, full, empty, b0, b1, bt,
+    begin, end, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty, b0, b1, bt,
     b, h, line, start, first_key, num_queries, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr,
-    MODE0: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr,
+    MODE0: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
     """Blocks of queries from begin to end; `done` blocks have been copied for keys before."""
     SIZE: gl.constexpr = BLOCK * 2
@@ -110,7 +121,12 @@ def _copy_steps(
         n = first + gl.arange(0, BLOCK, LAYOUT)
         inside = n < num_queries
         lse2 = gl.load(LSE2 + line + n, mask=inside, other=float("inf"))
-        delta = gl.load(DELTA + line + n, mask=inside, other=0.0)
+        if SIDES:
+            FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+            m = first + gl.arange(0, BLOCK, gl.SliceLayout(1, FLAT))
+            delta = gl.load(DELTA + line + m, mask=m < num_queries, other=0.0)
+        else:
+            delta = gl.load(DELTA + line + n, mask=inside, other=0.0)
         if MODE0 == 2:
             scale = gl.load(S0 + line + n, mask=inside, other=0.0)
         mbarrier.wait(empty.index(s), (((done + step) // STAGES) & 1) ^ 1)
@@ -124,7 +140,12 @@ def _copy_steps(
                 at = [bt, h, first, first_key + own * OWN]
                 load(TILES, at, full.index(s), biases.index(s * 2 + own))
         rows.index(s * ROWS).store(lse2)
-        rows.index(s * ROWS + 1).store(delta)
+        if SIDES:
+            sides.index(s).store(_split(-delta, sides.dtype, FLAT))
+            fence_async_shared()
+            barrier()
+        else:
+            rows.index(s * ROWS + 1).store(delta)
         if MODE0 == 2:
             rows.index(s * ROWS + 2).store(scale)
         mbarrier.arrive(full.index(s), count=1)
@@ -134,12 +155,12 @@ def _copy_steps(
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr,
+    OTHER: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
         Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, q0s, q1s,
-        gs, biases, rows, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
+        gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
         group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     done, turn = 0, 0
@@ -169,8 +190,8 @@ def _copy(
         if BUFFERS == 1:
             early = gl.where(turn == 0, 0, gl.minimum(steps, STAGES))
             _copy_steps(
-                0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, full, empty,
-                b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED,
+                0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
+                b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
             )  # fmt: skip
         ticket = _tell(COUNTERS + offset, turn, tickets, told)
         for own in gl.static_range(2):
@@ -185,8 +206,8 @@ def _copy(
             if OTHER == 1:
                 load(OWN_V, [b, h, key, 0], ready.index(at), ys.index(at))
         _copy_steps(
-            early, steps, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, full, empty,
-            b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED,
+            early, steps, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
+            b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
         )  # fmt: skip
         done += steps
         turn += 1
@@ -310,11 +331,11 @@ def _within(x):
 @gluon.jit
 def _span(
     begin, end, done, dk0, dk1, dv, dc, k0, k1, v, y, c, factor, j, start, b, place, first, lengths, ids,
-    stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
+    stride_ids, num_keys, q0s, q1s, gs, rows, col, one, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
     E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
     FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
     OTHER: gl.constexpr, SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr,
-    SUMSV: gl.constexpr,
+    SUMSV: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
     """The blocks of queries from begin to end; all pairs lie transposed, [keys, queries]."""
     DTYPE: gl.constexpr = q0s.dtype
@@ -326,7 +347,11 @@ def _span(
         t = warpgroup_mma(k0, q0s.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
         if E1 > 0:
             t = warpgroup_mma(k1, q1s.index(s).permute((1, 0)), t, is_async=True)
+        if SIDES and HAS_COL0:
+            t = warpgroup_mma(col, ones.permute((1, 0)), t, is_async=True)
         dp = warpgroup_mma(v, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
+        if SIDES:
+            dp = warpgroup_mma(one, sides.index(s).permute((1, 0)), dp, is_async=True)
         if MASK and OTHER == 1:
             other = warpgroup_mma(
                 y, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True
@@ -337,13 +362,13 @@ def _span(
             t = warpgroup_mma_wait(1, (t,))
         lse2 = rows.index(s * ROWS).load(ACROSS)[None, :]
         if MODE0 < 2 and not (MASK and OTHER == 1):
-            t = warpgroup_mma_wait(1, (t,))
+            t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
         if MODE0 == 2:
             scale = rows.index(s * ROWS + 2).load(ACROSS)[None, :]
             if HAS_COL0:
                 t += c[:, None]
             e = t * (scale * LOG2E) - lse2
-        elif HAS_COL0:
+        elif HAS_COL0 and not SIDES:
             e = t * factor + (c * factor)[:, None] - lse2
         else:
             e = t * factor - lse2
@@ -360,7 +385,7 @@ def _span(
                 seen = seen & (i[None, :] != j[:, None])
             e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)
-        if MODE0 < 2:
+        if MODE0 < 2 and not SIDES:
             delta = rows.index(s * ROWS + 1).load(ACROSS)[None, :]
         if not (MASK and OTHER == 1):
             dp = warpgroup_mma_wait(0, (dp,))
@@ -373,7 +398,10 @@ def _span(
             dv = warpgroup_mma(weights, gs.index(s), warpgroup_mma_init(dv), is_async=True)
         if MODE0 == 2:
             delta = rows.index(s * ROWS + 1).load(ACROSS)[None, :]
-        u = (dp - delta) * p
+        if SIDES:
+            u = dp * p
+        else:
+            u = (dp - delta) * p
         if MASK:
             # A weight of zero hides what is not finite.
             u = gl.where(p == 0.0, 0.0, u)
@@ -458,12 +486,12 @@ def _multiply(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
-    HELD: gl.constexpr,
+    HELD: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     (
         DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, all_pairs, biases,
-        rows, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0,
+        rows, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0,
         stride_ids, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -537,6 +565,15 @@ def _multiply(
             w = v.load(gl.DotOperandLayout(0, SCORES, 2))
             if E1 > 0:
                 a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
+        col, one = a, a
+        if SIDES:
+            # Numbers that belong to keys or queries are columns of the products.
+            PART_OF: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+            THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+            if HAS_COL0:
+                along = gl.convert_layout(c, gl.SliceLayout(1, THIN))
+                col = gl.convert_layout(_split(along, k0.dtype, THIN), PART_OF)
+            one = gl.convert_layout(gl.full([OWN, COLUMNS], 1.0, k0.dtype, THIN), PART_OF)
         if BUFFERS > 1:
             # By now, gradients of the keys before have left.
             if turn > 0:
@@ -556,9 +593,9 @@ def _multiply(
             if WHOLE or span == 0:
                 dk0, dk1, dv, dcs = _span(
                     left, right, done, dk0, dk1, dv, dcs, a, a1, w, y, c, factor, j, start, b, place, first,
-                    LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, full, empty, PAIRS, all_pairs, given, taken,
+                    LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, one, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
                     biases, own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
-                    STORE, SUMMED, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV,
+                    STORE, SUMMED, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV, SIDES,
                 )  # fmt: skip
         if STORE < 2:
             _skip(
@@ -626,7 +663,7 @@ def backward_keys(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, HELD: gl.constexpr,
+    OTHER: gl.constexpr, HELD: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
@@ -662,6 +699,13 @@ def backward_keys(
     if BANDED:
         biases = gl.allocate_shared_memory(TILES.dtype, [STAGES * 2, BLOCK, OWN], HALF)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, BLOCK], PLAIN)
+    ones, sides = k0s, k0s
+    if SIDES:
+        THIN: gl.constexpr = gl.NVMMASharedLayout(32, 16)
+        FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        ones = gl.allocate_shared_memory(DTYPE, [BLOCK, COLUMNS], THIN)
+        ones.store(gl.full([BLOCK, COLUMNS], 1.0, DTYPE, FLAT))
+        sides = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, COLUMNS], THIN)
     ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -696,12 +740,12 @@ def backward_keys(
     fence_async_shared()
     multiply = (
         DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases, rows,
-        ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0, stride_ids,
+        ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0, stride_ids,
         blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     copy = (
         Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, q0s, q1s,
-        gs, biases, rows, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
+        gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
         group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     summed = (
@@ -711,14 +755,14 @@ def backward_keys(
     if SUMMED:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
                 )),
                 (_sum, (summed, E0, FILTER, STORE, BUFFERS)),
             ],
@@ -728,14 +772,14 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
                 )),
             ],
             [4, 4],
