@@ -167,19 +167,9 @@ def _copy(
     ticket = gl.program_id(0)
     while ticket < blocks * parts:
         low, _, b, h, start, steps = _tile(
-            ticket,
-            blocks,
-            parts,
-            last,
-            offset,
-            num_heads,
-            num_queries,
-            num_keys,
-            first,
-            LENGTHS,
-            FILTER,
+            ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER,
             STORE,
-        )
+        )  # fmt: skip
         line = (b * num_heads + h).to(gl.int64) * num_queries
         b0, b1 = gl.where(sqb0 == 0, 0, b), gl.where(sqb1 == 0, 0, b)
         bt = gl.where(stb == 0, 0, b)
@@ -268,19 +258,9 @@ def _sum(
     ticket = gl.program_id(0)
     while ticket < blocks * parts:
         _, _, b, h, start, steps = _tile(
-            ticket,
-            blocks,
-            parts,
-            last,
-            offset,
-            num_heads,
-            num_queries,
-            num_keys,
-            first,
-            LENGTHS,
-            FILTER,
+            ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER,
             STORE,
-        )
+        )  # fmt: skip
         bh = (b * num_heads + h).to(gl.int64)
         bounds = BOUNDS + bh * 2 * query_blocks + start // BLOCK
         at = (turn % BUFFERS) * 2
@@ -454,19 +434,8 @@ def _keys_of(
 ):  # fmt: skip
     """What `_tile` gives, and the numbers of these keys: their head's scale, the reference, and each one's."""
     low, part, b, h, start, steps = _tile(
-        ticket,
-        blocks,
-        parts,
-        last,
-        offset,
-        num_heads,
-        num_queries,
-        num_keys,
-        first,
-        LENGTHS,
-        FILTER,
-        STORE,
-    )
+        ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE
+    )  # fmt: skip
     line = (b * num_heads + h).to(gl.int64) * num_queries
     line_c = b.to(gl.int64) * scb0 + (h // gc0) * sch0
     ref0 = _reference(C0 + line_c, SUM0)

@@ -162,18 +162,6 @@ def after_sums(
         )  # fmt: skip
     elif bh < num_heads:
         total = _scale_of(
-            C0,
-            GRAD_LSE,
-            LSE2,
-            DS0,
-            h,
-            scb0,
-            sch0,
-            gc0,
-            num_heads,
-            num_queries,
-            num_keys,
-            HAS_LSE,
-            HAS_COL0,
-        )
+            C0, GRAD_LSE, LSE2, DS0, h, scb0, sch0, gc0, num_heads, num_queries, num_keys, HAS_LSE, HAS_COL0
+        )  # fmt: skip
         _store_scale(total, S0, DSCALE, h, ss0, LOG0)
