@@ -21,6 +21,8 @@ import mercer.backends
 
 FOLDER = Path(mercer.backends.__file__).parent
 PATIENCE = 30.0
+# Of what programs add to the same memory.
+ADDING = threading.Lock()
 
 
 class Pointer:
@@ -49,9 +51,10 @@ def store(pointer, x, mask=True):
 
 
 def atomic_add(pointer, x, sem, scope):
-    """What was there before. Programs come one after the other."""
-    found = pointer.flat[int(pointer.offset)].clone()
-    pointer.flat[int(pointer.offset)] += x
+    """What was there before."""
+    with ADDING:
+        found = pointer.flat[int(pointer.offset)].clone()
+        pointer.flat[int(pointer.offset)] += x
     return found
 
 
@@ -186,7 +189,7 @@ class Engine:
         at = [int(n) for n in at]
 
         def work():
-            with self.lock:
+            with ADDING:
                 descriptor.write(at, source.data, add=True)
 
         # Longer than a group takes for a few blocks, at times.

@@ -5,6 +5,8 @@ tests/test_hopper.py has the same on a GPU, where warps, layouts and the compile
 
 import inspect
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 import torch
@@ -162,14 +164,19 @@ class Call:
         }  # fmt: skip
         for stride in ("sqb0", "sqb1", "skb0", "skb1", "svb", "stb"):
             given[stride] = 1
-        kernels = module("triton_hopper", programs, seed)
-        names = inspect.signature(kernels.backward_keys).parameters
         # Numbers are tensors in Triton, and so are what is made of them.
         tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts", "last")
         given |= {name: torch.tensor(given[name]) for name in tensors}
-        for program in range(programs):
+
+        def start(program):
+            kernels = module("triton_hopper", programs, seed + 100 * program)
             kernels.place.id = program
+            names = inspect.signature(kernels.backward_keys).parameters
             kernels.backward_keys(**{name: given.get(name, 0) for name in names})
+
+        # All at once: who draws which ticket is not the same each time.
+        with ThreadPoolExecutor(programs) as pool:
+            list(pool.map(start, range(programs)))
         # Every program has drawn one ticket more than there are blocks for it.
         assert counters[0] == given["blocks"] * given["parts"]
         got["dscale"] = dscale[..., length:]
@@ -202,13 +209,26 @@ def test_it_gives_the_sums_of_every_block(name, programs):
         assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), what
 
 
+KINDS = {
+    "own-values": {"OTHER": 1},
+    "summed": {"SUMMED": True},
+    "summed-columns": {"SUMMED": True, "SIDES": True},
+}
+
+
+@cache
+def by_many(kind):
+    """What as many programs give as there are blocks of keys."""
+    call = Call(filter=WINDOW, HELD=True, length=300, **KINDS[kind])
+    return call, call.run(12, longest=True, stages=3, buffers=1, seed=9)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize("longest", [False, True], ids=["head-by-head", "longest-first"])
 def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
-    for flags in ({"OTHER": 1}, {"SUMMED": True}, {"SUMMED": True, "SIDES": True}):
-        call = Call(filter=WINDOW, HELD=True, length=300, **flags)
-        want = call.run(12, longest=True, stages=3, buffers=1, seed=9)
+    for kind in KINDS:
+        call, want = by_many(kind)
         got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
         assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv", "dq"))
 
