@@ -50,14 +50,6 @@ def store(pointer, x, mask=True):
     pointer.flat[offset[mask]] = x[mask].to(pointer.flat.dtype)
 
 
-def atomic_add(pointer, x, sem, scope):
-    """What was there before."""
-    with ADDING:
-        found = pointer.flat[int(pointer.offset)].clone()
-        pointer.flat[int(pointer.offset)] += x
-    return found
-
-
 class Descriptor:
     """Of [B, H, T, D], in blocks of rows and columns."""
 
@@ -182,7 +174,8 @@ class Engine:
 
     def store(self, descriptor, at, source):
         at = [int(n) for n in at]
-        thread = self._later(lambda: descriptor.write(at, source.data))
+        # Longer than a group takes for a few blocks, at times; so below.
+        thread = self._later(lambda: descriptor.write(at, source.data), longest=0.03)
         self.stores().append(thread)
 
     def add(self, descriptor, at, source):
@@ -192,8 +185,15 @@ class Engine:
             with ADDING:
                 descriptor.write(at, source.data, add=True)
 
-        # Longer than a group takes for a few blocks, at times.
         self.stores().append(self._later(work, longest=0.03))
+
+    def atomic_add(self, pointer, x, sem, scope):
+        """What was there before."""
+        self.pause(longest=0.03)
+        with ADDING:
+            found = pointer.flat[int(pointer.offset)].clone()
+            pointer.flat[int(pointer.offset)] += x
+        return found
 
     def stores(self):
         if not hasattr(self.local, "stores"):
@@ -253,7 +253,7 @@ def module(name, programs, seed):
     layout = lambda *_, **__: None  # noqa: E731
     language = SimpleNamespace(
         constexpr=lambda x: x, static_range=range, where=where, load=load, store=store,
-        atomic_add=atomic_add, range=lambda *ends, **_: range(*ends),
+        atomic_add=engine.atomic_add, range=lambda *ends, **_: range(*ends),
         minimum=both(torch.minimum), maximum=both(torch.maximum), abs=torch.abs, exp=torch.exp,
         exp2=torch.exp2, sum=torch.sum, max=torch.amax, sqrt=torch.sqrt, trans=torch.t,
         float32=torch.float32, int32=torch.int32, uint32=torch.uint32, int64=torch.int64,
