@@ -54,6 +54,12 @@ CASES = {
     "two-parts": (
         lambda dim: mc.Exponential() * mc.Exponential(on="position"), 128, mc.Causal(), LONG
     ),
+    "two-passes": (
+        lambda dim: mc.Exponential() * mc.Exponential(on="position"),
+        128,
+        mc.Strided(17) | mc.Window(0, 20),
+        LONG,
+    ),
     "two-narrow-parts": (
         lambda dim: mc.Exponential() * mc.Exponential(on="position"), 64, mc.Window(150, 0), CROSS
     ),

@@ -131,7 +131,7 @@ class Call:
             want["pairs"] = found if f["BANDED"] else found.mT
         return want
 
-    def run(self, programs, *, longest, stages, buffers, seed):
+    def run(self, programs, *, longest, stages, buffers, seed, counters=None):
         f, length = self.flags, self.length
         got = {name: torch.full_like(self.q, math.nan) for name in ("dk", "dk1", "dv")}
         got["dcol"] = torch.full_like(self.lse2, math.nan)
@@ -145,7 +145,8 @@ class Call:
         if f["SUMMED"]:
             pairs = Descriptor(sums, DIM, 64)
         scale = self.scale if f["MODE0"] == 2 else self.head
-        counters = torch.zeros(BATCH * HEADS, dtype=torch.int32)
+        if counters is None:
+            counters = torch.zeros(BATCH * HEADS + 1, dtype=torch.int32)
         given = {
             "Q0": Descriptor(self.q), "K0": Descriptor(self.k), "Q1": Descriptor(self.q1),
             "K1": Descriptor(self.k1), "V_": Descriptor(self.v), "OWN_V": Descriptor(self.own),
@@ -178,7 +179,7 @@ class Call:
         with ThreadPoolExecutor(programs) as pool:
             list(pool.map(start, range(programs)))
         # Every program has drawn one ticket more than there are blocks for it.
-        assert counters[0] == given["blocks"] * given["parts"]
+        assert counters[int(f["PART"] == 2)] == given["blocks"] * given["parts"]
         got["dscale"] = dscale[..., length:]
         (dout, delta), (k, v) = self.bounds.unbind(2), self.most.amax(-1, keepdim=True).unbind(2)
         # 30 bits for what is less than the next power of two.
@@ -207,6 +208,14 @@ def test_it_gives_the_sums_of_every_block(name, programs):
             found = found[..., :LENGTH, :LENGTH]
             found = torch.where(want == 0.0, 0.0, found)
         assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), what
+
+
+def test_a_second_pass_draws_tickets_of_its_own():
+    counters = torch.zeros(BATCH * HEADS + 1, dtype=torch.int32)
+    for part, what in ((1, "dk"), (2, "dk1")):
+        call = Call(E1=DIM, PART=part)
+        got = call.run(3, longest=True, stages=2, buffers=1, seed=part, counters=counters)
+        assert torch.allclose(got[what], call.want()[what], rtol=1e-4, atol=1e-4)
 
 
 KINDS = {
@@ -266,7 +275,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
         "BOUNDS": torch.full((BATCH, HEADS, 2, 3), math.nan),
         "MOST": torch.full((BATCH, HEADS, 2, blocks), math.nan),
         "SUMS": torch.full((BATCH, HEADS, DIM, 192), 77, dtype=torch.int32),
-        "COUNTERS": torch.full((BATCH, HEADS), 77, dtype=torch.int32),
+        "COUNTERS": torch.full((BATCH * HEADS + 1,), 77, dtype=torch.int32),
     }  # fmt: skip
     numbers = {
         "num_heads": HEADS, "num_queries": queries, "num_keys": LENGTH, "group0": 1, "group_v": 1,

@@ -27,6 +27,7 @@ from .triton_plan import (
     by_tokens,
     copies,
     copying,
+    counters,
     empty,
     plan,
 )
@@ -73,9 +74,8 @@ def backward(
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     near = (lse.new_empty(*static.shape, 1), lse.new_empty(*static.shape, 1))
     dq, dk, dv = (empty(y, *static.shape, y.shape[-1], static.tokens) for y in (q, seen.k, seen.v))
-    counters = lse.new_empty(lse.shape[0] * lse.shape[1], dtype=torch.int32)
     backward_of(
-        x, p, ready, Rows(grad, lse2, delta, lse, counters), ([dk], dv, [none], [none]),
+        x, p, ready, Rows(grad, lse2, delta, lse, counters(lse)), ([dk], dv, [none], [none]),
         ([dq], [none], [none], delta, delta), (out, none, lse), own=_own(seen, near),
     )  # fmt: skip
     return (dq, dk, dv), near

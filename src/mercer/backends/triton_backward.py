@@ -40,6 +40,7 @@ from .triton_kernels import (
     _kept,
     _key_range,
     _link,
+    _no_tickets,
     _numbers,
     _of_keys,
     _of_queries,
@@ -653,8 +654,7 @@ def backward_queries(
     if OWN == 2:
         x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
     if FIRST:
-        # No ticket of the pass over keys has been drawn yet.
-        tl.store(COUNTERS + bh, 0, mask=tl.program_id(0) == 0)
+        _no_tickets(COUNTERS, bh)
         delta, lse2 = _delta(grad.to(tl.float32), out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
     own, own_dp = none, none
     if OWN > 0:

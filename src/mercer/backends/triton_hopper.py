@@ -155,7 +155,7 @@ def _copy_steps(
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, SIDES: gl.constexpr,
+    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
@@ -183,7 +183,7 @@ def _copy(
                 0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
                 b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
             )  # fmt: skip
-        ticket = _tell(COUNTERS + offset, turn, tickets, told)
+        ticket = _tell(COUNTERS + offset + (1 if PART == 2 else 0), turn, tickets, told)
         for own in gl.static_range(2):
             at = (turn % BUFFERS) * 2 + own
             key = low + own * OWN
@@ -643,7 +643,7 @@ def backward_keys(
     SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on.
     OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
     A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
-    drawn so far at the place `offset`.
+    drawn so far at the place `offset`, and for a second pass, of the second slot, at the next.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -724,7 +724,7 @@ def backward_keys(
     if SUMMED:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
@@ -741,7 +741,7 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,

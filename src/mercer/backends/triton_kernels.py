@@ -479,6 +479,14 @@ def _power(x, DEGREE: tl.constexpr):
 
 
 @triton.jit
+def _no_tickets(COUNTERS, bh):
+    """None has been drawn in the pass over keys that begins with this head, nor in a second one."""
+    first = tl.program_id(0) == 0
+    tl.store(COUNTERS + bh, 0, mask=first)
+    tl.store(COUNTERS + bh + 1, 0, mask=first)
+
+
+@triton.jit
 def _finite(x):
     """x without what is not finite: 0 times NaN is NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)

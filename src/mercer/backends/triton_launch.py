@@ -24,6 +24,7 @@ from .triton_plan import (
     Static,
     aligned_copy,
     copies,
+    counters,
     cut_at_reach,
     describe,
     empty,
@@ -267,8 +268,7 @@ def backward(
     drow = [torch.empty_like(y) for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
     dband = bands.empty_gradient(band, static, v) if static.clip >= 0 else (delta, delta)
-    counters = lse.new_empty(batch * heads, dtype=torch.int32)
-    rows = Rows(grad_out, lse2, delta, grad_lse, counters)
+    rows = Rows(grad_out, lse2, delta, grad_lse, counters(lse))
     of_keys = (dk, dv, dcol, ds)
     within = (dq, ds, drow, *dband)
     made = (out, low, lse)
@@ -281,7 +281,7 @@ def backward(
             "deltas", (-(-num_queries // 64), batch * heads, 1),
             {"WIDTH": room(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
-            (grad_out, grad_lse, out, low, lse, delta, lse2, counters),
+            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters),
             (heads, num_queries, width),
         )  # fmt: skip
     scales: list[Tensor] = []

@@ -7,7 +7,17 @@ gradients. Sums over places are taken part by part, without atomics.
 import triton
 import triton.language as tl
 
-from .triton_kernels import COLUMNS, _bent, _delta, _exactly, _row_of, _rows, _scale, _tanh
+from .triton_kernels import (
+    COLUMNS,
+    _bent,
+    _delta,
+    _exactly,
+    _no_tickets,
+    _row_of,
+    _rows,
+    _scale,
+    _tanh,
+)
 
 
 @triton.jit
@@ -57,10 +67,7 @@ def _form_deltas(
     GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, bh, n, num_heads, length, width,
     WIDTH: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Stores delta and log_mass to the base 2 of rows; dO, and the first of the two.
-
-    No ticket of the pass over keys has been drawn yet.
-    """
+    """Stores delta and log_mass to the base 2 of rows; dO, and the first of the two."""
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     inside = n < length
     line = bh.to(tl.int64) * length
@@ -74,7 +81,7 @@ def _form_deltas(
     )
     tl.store(DELTA + line + n, delta, mask=inside)
     tl.store(LSE2 + line + n, lse2, mask=inside)
-    tl.store(COUNTERS + bh, 0, mask=tl.program_id(0) == 0)
+    _no_tickets(COUNTERS, bh)
     return grad, delta
 
 

@@ -151,7 +151,15 @@ class Rows(NamedTuple):
     lse2: Tensor  # log_mass to the base 2
     delta: Tensor  # <dO, O> - dlog_mass
     grad_lse: Tensor  # dlog_mass
-    counters: Tensor  # of every head: how many blocks of keys have a program that takes them
+    counters: Tensor  # of every head, and one more: see `counters`
+
+
+def counters(like: Tensor) -> Tensor:
+    """Room for tickets that programs of the pass over keys draw, by the head that it begins with.
+
+    A second pass, of the second slot, has those of the next head, or one more.
+    """
+    return like.new_empty(like.shape[0] * like.shape[1] + 1, dtype=torch.int32)
 
 
 @dataclass(eq=False)
