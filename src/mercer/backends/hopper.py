@@ -269,7 +269,10 @@ def _keys(
     left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 2048
     # Blocks of pairs, of sums of 32 bits, and of keys, that the group has which sums up.
     passing = 2 * triton_hopper.SLOTS.value + 2 * triton_hopper.LEAVING.value + 2
-    left -= (2 * passing * GROUP + 8 * 16) * GROUP * summed
+    left -= 2 * passing * GROUP * GROUP * summed
+    # Columns of three stages, and of ones; float16 ends too early for them.
+    sides = summed and p.dtype == torch.bfloat16
+    left -= (3 + 1) * 2 * 16 * GROUP * sides
     step = GROUP * (row + 4 * GROUP * banded + 12)
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
     blocks, parts, _ = _order(p, heads)
@@ -280,8 +283,7 @@ def _keys(
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
         "SUMMED": summed, "BANDED": banded, "OTHER": other,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
-        # float16 ends too early for columns.
-        "SIDES": summed and p.dtype == torch.bfloat16,
+        "SIDES": sides,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
     found = p.launches[key] = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})

@@ -22,7 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .triton_backward import _reference
-from .triton_kernels import COLUMNS, LOG2E, _finite, _query_blocks, _query_range, _scale, _visible
+from .triton_kernels import (
+    COLUMNS,
+    LOG2E,
+    _finite,
+    _query_blocks,
+    _query_range,
+    _scale,
+    _three,
+    _visible,
+)
 from .triton_summed import _blocks, _bound, _fixed
 
 # As Triton 3.6 calls them, and as later ones do.
@@ -99,9 +108,7 @@ def _tile(
 def _split(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Numbers of rows as columns of half precision that add up to them."""
     e = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    high = x.to(DTYPE).to(gl.float32)
-    middle = (x - high).to(DTYPE).to(gl.float32)
-    low = x - high - middle
+    high, middle, low = _three(x, DTYPE)
     rest = gl.where(e == 1, middle[:, None], gl.where(e == 2, low[:, None], 0.0))
     return gl.where(e == 0, high[:, None], rest).to(DTYPE)
 

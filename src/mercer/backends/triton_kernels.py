@@ -479,6 +479,14 @@ def _power(x, DEGREE: tl.constexpr):
 
 
 @triton.jit
+def _three(x, dtype: tl.constexpr):
+    """Three numbers of half precision, in float32, that add up to x."""
+    high = x.to(dtype).to(tl.float32)
+    middle = (x - high).to(dtype).to(tl.float32)
+    return high, middle, x - high - middle
+
+
+@triton.jit
 def _no_tickets(COUNTERS, bh):
     """None has been drawn in the pass over keys that begins with this head, nor in a second one."""
     first = tl.program_id(0) == 0

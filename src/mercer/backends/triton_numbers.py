@@ -17,6 +17,7 @@ from .triton_kernels import (
     _rows,
     _scale,
     _tanh,
+    _three,
 )
 
 
@@ -25,9 +26,7 @@ def _split(x, target, n, inside, MODE: tl.constexpr):
     """Store numbers as COLUMNS columns of half precision that add up to them."""
     e = tl.arange(0, COLUMNS)[None, :]
     dtype = target.dtype.element_ty
-    high = x.to(dtype).to(tl.float32)
-    middle = (x - high).to(dtype).to(tl.float32)
-    low = x - high - middle
+    high, middle, low = _three(x, dtype)
     parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
     parts = tl.where(e < 3, parts, 0.0)
     if MODE == 2:
