@@ -191,8 +191,9 @@ class Engine:
         """What was there before."""
         self.pause(longest=0.03)
         with ADDING:
-            found = pointer.flat[int(pointer.offset)].clone()
-            pointer.flat[int(pointer.offset)] += x
+            at = torch.as_tensor(pointer.offset)
+            found = pointer.flat[at].clone()
+            pointer.flat[at] += x
         return found
 
     def stores(self):

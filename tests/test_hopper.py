@@ -79,6 +79,9 @@ CASES = {
     "summed-slopes": (
         lambda dim: mc.RBF([8.0, 11.0]) * mc.ALiBi(mc.ALiBi.standard(2)), 64, mc.Causal(), NARROW
     ),
+    "summed-scales": (_adaptive, 64, mc.Causal(), NARROW),
+    "summed-scales-window": (_adaptive, 40, mc.Window(70, 30), NARROW),
+    "summed-scales-padding": (_adaptive, 64, mc.Causal() & mc.Padding([211, 0]), NARROW),
 }  # fmt: skip
 
 
@@ -132,8 +135,11 @@ def test_fewer_keys_take_two_passes(name, monkeypatch):
         assert error <= 1.1 * usual + 1e-4 * x[finite].norm().item(), what
 
 
-def summed(monkeypatch, change=lambda q, k, v, grad: None, filter=WINDOW):
-    """Gradients of q, k and v in one pass, of inputs that were changed."""
+ALIKE_OR_EACH = {"rbf": lambda: mc.RBF(8.0), "adaptive": lambda: _adaptive(64)}
+
+
+def summed(monkeypatch, change=lambda q, k, v, grad: None, filter=WINDOW, name="rbf", queries=500):
+    """Gradients of q, k, v and parameters in one pass, of inputs that were changed."""
     monkeypatch.setattr(hopper, "MANY_KEYS", 1)
     monkeypatch.setattr(hopper, "keys", None)
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -141,20 +147,24 @@ def summed(monkeypatch, change=lambda q, k, v, grad: None, filter=WINDOW):
     given = [torch.randn(shape, generator=generator, **like) for _ in range(4)]
     change(*given)
     q, k, v, grad = given
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = mc.smooth(mc.RBF(8.0).to(DEVICE), *inputs, filter=filter, backend="triton")
-    return torch.autograd.grad(out, inputs, grad)
+    inputs = [x.requires_grad_() for x in (q[:, :, -queries:].contiguous(), k, v)]
+    torch.manual_seed(0)
+    kernel = ALIKE_OR_EACH[name]().to(DEVICE)
+    out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
+    return torch.autograd.grad(out, [*inputs, *kernel.parameters()], grad[:, :, -queries:])
 
 
+@pytest.mark.parametrize("name", ALIKE_OR_EACH)
 @pytest.mark.parametrize("power", [-60, 40])
-def test_sums_have_as_many_digits_whatever_their_size(power, monkeypatch):
-    got = summed(monkeypatch)
-    scaled = summed(monkeypatch, lambda q, k, v, grad: grad.mul_(2.0**power))
+def test_sums_have_as_many_digits_whatever_their_size(power, name, monkeypatch):
+    got = summed(monkeypatch, name=name)
+    scaled = summed(monkeypatch, lambda q, k, v, grad: grad.mul_(2.0**power), name=name)
     assert all(torch.equal(a * 2.0**power, b) for a, b in zip(got, scaled, strict=True))
 
 
+@pytest.mark.parametrize("name", ALIKE_OR_EACH)
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e18])
-def test_what_nobody_sees_leaves_sums_as_they_are(value, monkeypatch):
+def test_what_nobody_sees_leaves_sums_as_they_are(value, name, monkeypatch):
     filter = mc.Window(200, 0) & mc.Padding([300, 500])
 
     def change_keys(q, k, v, grad):
@@ -163,15 +173,29 @@ def test_what_nobody_sees_leaves_sums_as_they_are(value, monkeypatch):
     def change_both(q, k, v, grad):
         k[0, :, 300:] = v[0, :, 300:] = value
 
-    plain = summed(monkeypatch, filter=filter)
+    plain = summed(monkeypatch, filter=filter, name=name)
     for change in (change_keys, change_both):
-        among = summed(monkeypatch, change, filter)
+        among = summed(monkeypatch, change, filter, name)
         for got, want in zip(among, plain, strict=True):
             if math.isfinite(value) or change is change_keys:
                 assert torch.equal(got, want)
             else:
                 # Where a value is not finite, the forward runs again, and rounds otherwise.
                 assert (got - want).norm() < 2**-8 * want.norm()
+
+
+def test_the_first_key_may_be_far_from_all_others(monkeypatch):
+    """Numbers per key count from it, but no further than sums of them can be; nobody sees it."""
+
+    def change(q, k, v, grad):
+        k[:, :, 0] = 1e18
+
+    plain, far = (
+        summed(monkeypatch, *changed, name="adaptive", queries=250) for changed in ((), (change,))
+    )
+    # They count from another number then, and so round otherwise.
+    for got, want in zip(far, plain, strict=True):
+        assert (got - want).norm() < 2**-6 * want.norm()
 
 
 def test_a_gradient_that_is_not_finite_stays_among_its_neighbours(monkeypatch):

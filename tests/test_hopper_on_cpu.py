@@ -45,6 +45,25 @@ CASES = {
         "MODE0": 1,
         "WANT0": True,
     },
+    "summed-scales": {
+        "SUMMED": True,
+        "SIDES": True,
+        "NORM0": True,
+        "HAS_COL0": True,
+        "MODE0": 2,
+        "WANT0": True,
+        "HELD": True,
+        "filter": WINDOW,
+    },
+    "summed-scales-padding": {
+        "SUMMED": True,
+        "SIDES": True,
+        "NORM0": True,
+        "HAS_COL0": True,
+        "MODE0": 2,
+        "WANT0": True,
+        "filter": PADDING,
+    },
     "summed-window": {"SUMMED": True, "filter": WINDOW, "HELD": True},
     "summed-window-columns": {"SUMMED": True, "SIDES": True, "filter": WINDOW, "HELD": True},
     "summed-padding": {"SUMMED": True, "filter": PADDING, "MODE0": 1, "WANT0": True},
@@ -121,15 +140,22 @@ class Call:
             want["dk1"] = u.mT @ self.q1 * head
         if f["SAVE_COL0"]:
             want["dcol"] = sums * head[..., 0]
-        if f["WANT0"]:
+        if f["WANT0"] and f["MODE0"] == 2:
+            want["shares"] = found @ (self.col - self.reference())[..., None]
+        elif f["WANT0"]:
             want["dscale"] = (self.col - self.col[:, :, :1]) * sums if f["HAS_COL0"] else 0.0
-        if f["WANT0"] and f["SUMMED"]:
+        if f["WANT0"] and f["SUMMED"] and f["MODE0"] < 2:
             want["dscale"] = want["dscale"] + (self.k * (u.mT @ self.q)).sum(-1)
         if f["SUMMED"]:
             want["dq"] = found @ self.k
         if f["STORE"]:
             want["pairs"] = found if f["BANDED"] else found.mT
         return want
+
+    def reference(self):
+        """The first key's number, or the least that a seen key may have."""
+        least = -self.most[:, :, 0].amax(-1, keepdim=True).square() / 2
+        return torch.maximum(self.col[:, :, :1], least)
 
     def run(self, programs, *, longest, stages, buffers, seed, counters=None):
         f, length = self.flags, self.length
@@ -142,6 +168,7 @@ class Call:
         pairs = Descriptor(stored, 64, 64)
         queries = -(-length // 64)
         sums = torch.zeros(BATCH, HEADS, DIM, queries * 64, dtype=torch.int32)
+        shares = torch.zeros(BATCH, HEADS, queries * 64, dtype=torch.int32)
         if f["SUMMED"]:
             pairs = Descriptor(sums, DIM, 64)
         scale = self.scale if f["MODE0"] == 2 else self.head
@@ -161,6 +188,7 @@ class Call:
             "group_v": 1, "num_queries": length, "num_keys": length, "number0": 0.5,
             "blocks": -(-length // 128), "parts": BATCH * HEADS, "FILTER": (self.filter,),
             "last": BATCH * HEADS if longest else 1, "COUNTERS": Pointer(counters),
+            "SHARES": Pointer(shares),
             "STAGES": stages, "BUFFERS": buffers, **f,
         }  # fmt: skip
         for stride in ("sqb0", "sqb1", "skb0", "skb1", "svb", "stb"):
@@ -183,8 +211,10 @@ class Call:
         got["dscale"] = dscale[..., length:]
         (dout, delta), (k, v) = self.bounds.unbind(2), self.most.amax(-1, keepdim=True).unbind(2)
         # 30 bits for what is less than the next power of two.
-        unit = 2.0 ** ((k * (dout * v + delta)).log2().floor() - 29)
+        most = k * (dout * v + delta)
+        unit, other = (2.0 ** (x.log2().floor() - 29) for x in (most, most * k))
         got["dq"] = (sums * unit.repeat_interleave(64, -1)[:, :, None]).mT[:, :, :length]
+        got["shares"] = (shares * other.repeat_interleave(64, -1))[..., :length, None]
         if f["STORE"] and not f["BANDED"]:
             # From the first block of queries that sees a program's keys on.
             stored, got["pairs"] = got["pairs"], torch.full_like(got["pairs"], math.nan)
@@ -222,6 +252,14 @@ KINDS = {
     "own-values": {"OTHER": 1},
     "summed": {"SUMMED": True},
     "summed-columns": {"SUMMED": True, "SIDES": True},
+    "summed-scales": {
+        "SUMMED": True,
+        "SIDES": True,
+        "NORM0": True,
+        "HAS_COL0": True,
+        "MODE0": 2,
+        "WANT0": True,
+    },
 }
 
 
@@ -239,7 +277,7 @@ def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
     for kind in KINDS:
         call, want = by_many(kind)
         got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
-        assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv", "dq"))
+        assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv", "dq", "shares"))
 
 
 def around(name, tensors, numbers, flags, blocks):
@@ -275,6 +313,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
         "BOUNDS": torch.full((BATCH, HEADS, 2, 3), math.nan),
         "MOST": torch.full((BATCH, HEADS, 2, blocks), math.nan),
         "SUMS": torch.full((BATCH, HEADS, DIM, 192), 77, dtype=torch.int32),
+        "SHARES": torch.full((BATCH, HEADS, 192), 77, dtype=torch.int32),
         "COUNTERS": torch.full((BATCH * HEADS + 1,), 77, dtype=torch.int32),
     }  # fmt: skip
     numbers = {
@@ -288,12 +327,13 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
         "OUT": out, "LOW": out, "LSE": lse,
     }  # fmt: skip
     flags = {"HAS_LSE": True, "TOKENS": False, "E0": DIM}
-    filter = {"V": DIM, "FILTER": (call.filter,), "HAS_LOW": False, "NORMS": norms}
+    filter = {"V": DIM, "FILTER": (call.filter,), "HAS_LOW": False, "NORMS": norms, "EACH": True}
     around("before_sums", given | made, numbers, flags | filter, 3 + blocks)
     delta = (grad * out).sum(-1) - moved
     assert torch.allclose(made["DELTA"], delta, atol=1e-5)
     assert torch.equal(made["LSE2"], torch.where(lse == -math.inf, math.inf, lse * LOG2E))
     assert not made["SUMS"].any()
+    assert not made["SHARES"].any()
     assert not made["COUNTERS"].any()
     largest = torch.where(hidden, 0.0, call.k.norm(dim=-1)).amax(-1)
     assert torch.allclose(made["MOST"][:, :, 0].amax(-1), largest)
@@ -324,6 +364,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
         "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
         "HAS_COL0": norms,
         "ROOM": 4,
+        "EACH": False,
     }
     around("after_sums", given | made, numbers, flags | rest, 4)
     assert torch.allclose(found, dq * call.head[:, None, None], rtol=1e-5, atol=1e-6)
@@ -331,3 +372,25 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     if norms:
         want += (call.col[:, :, :1] * torch.where(lse == -math.inf, 0.0, moved)).sum((0, 2))
     assert torch.allclose(dscale, want, rtol=1e-4, atol=1e-4)
+    if not norms:
+        return
+    # A scale of each query; the first key, which nobody sees, may be as large as it likes.
+    call.col[:, :, 0] = -1e30
+    scale, q = torch.rand(shape) + 0.5, torch.randn(BATCH, HEADS, queries, DIM)
+    made["SHARES"] = torch.randint(-(2**29), 2**29, (BATCH, HEADS, 192), dtype=torch.int32)
+    found.fill_(math.nan)
+    shares.fill_(math.nan)
+    numbers |= {"sqb0": HEADS * queries * DIM, "sqh0": queries * DIM, "sqt0": DIM}
+    around(
+        "after_sums",
+        given | made | {"S0": scale, "Q0": q},
+        numbers,
+        flags | rest | {"EACH": True, "MODE0": 2},
+        3,
+    )
+    assert torch.allclose(found, dq * scale[..., None], rtol=1e-5, atol=1e-6)
+    unit = 2.0 ** ((most * largest[..., None]).log2().floor() - 29).repeat_interleave(64, -1)
+    want = (q * dq).sum(-1) + (made["SHARES"] * unit)[..., :queries]
+    least = -largest[..., None].square() / 2
+    want += least * torch.where(lse == -math.inf, 0.0, moved)
+    assert torch.allclose(shares[..., :queries], want, rtol=1e-4, atol=1e-3)

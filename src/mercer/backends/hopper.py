@@ -151,8 +151,8 @@ def sums(p: Plan, grad: Tensor) -> bool:
     """Whether the pass over keys sums up gradients of queries, too."""
     c = p.constants
     narrow = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and len(p.static.filter) == 1
-    # A gradient of each query's scale would need numbers per key as columns of a product.
-    narrow = narrow and c["MODE0"] < 2 and _seen(p) >= MANY_KEYS
+    # A scale of each query takes numbers per key as columns of products, and sums of them a bound.
+    narrow = narrow and (c["MODE0"] < 2 or (p.spread and p.bounded)) and _seen(p) >= MANY_KEYS
     # What adds by the copy engine is no part of Gluon, and may be called otherwise: see `add_to`.
     return narrow and takes(p, grad) and _checked()
 
@@ -169,30 +169,35 @@ def one_pass(
     blocks, key_blocks, parts = -(-num_queries // GROUP), -(-p.num_keys // GROUP), batch * heads
     whole = delta.new_empty((batch, heads, SUMMED, blocks * GROUP), dtype=torch.int32)
     bounds, most = delta.new_empty(parts, 2, blocks), delta.new_empty(parts, 2, key_blocks)
+    each = c["MODE0"] == 2 and slot.wants
+    shares = delta.new_empty(parts, blocks * GROUP if each else 0, dtype=torch.int32)
     numbers = p.numbers(x.seed)
     lengths = x.v if x.lengths is None else x.lengths
     flags = {"E0": c["E0"], "HAS_LSE": lse, "TOKENS": p.static.tokens}
     before = {
         "V": c["V"], "FILTER": c["FILTER"], "HAS_LOW": made[1].numel() > 0,
         # Numbers per key that are norms, and nothing else, say how large keys are.
-        "NORMS": slot.norm and not x.col[0].numel(),
+        "NORMS": p.bounded, "EACH": each,
     }  # fmt: skip
     helper(
         "before_sums", (blocks + key_blocks, parts, 1), flags | before,
         (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, counters,
-         bounds, most, whole),
+         bounds, most, shares, whole),
         numbers,
     )  # fmt: skip
-    tensors = _tensors(x, p, ready, rows, of_keys, _of(whole, GROUP, 32), x.v, (bounds, most))
+    found = _of(whole, GROUP, 32)
+    tensors = _tensors(x, p, ready, rows, of_keys, found, x.v, (bounds, most, shares))
     _keys(p, 0, summed=True)(tensors, (*numbers, *_order(p, summed=True), 0))
-    dscale = delta.new_empty(heads if slot.wants else 0)
-    after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")}
+    alike = slot.wants and not each
+    dscale = delta.new_empty(heads if alike else 0)
+    after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")} | {"EACH": each}
     helper(
-        "after_sums", (blocks + slot.wants, parts, 1), flags | after | {"ROOM": room(key_blocks)},
-        (whole, x.scale[0], ready.col0, grad_lse, lse2, bounds, most, ds[0], dscale, dq[0]),
+        "after_sums", (blocks + alike, parts, 1), flags | after | {"ROOM": room(key_blocks)},
+        (whole, shares, x.q[0], x.scale[0], ready.col0, grad_lse, lse2, bounds, most, ds[0], dscale,
+         dq[0]),
         numbers,
     )  # fmt: skip
-    return dscale
+    return ds[0][..., :num_queries] if each else dscale
 
 
 def _to_queries(p: Plan) -> tuple[int, int, int, int]:
@@ -239,7 +244,7 @@ def _tensors(
     own_v: Any, bounds: tuple[Tensor, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _, counters = rows
-    bounds = bounds or (delta, delta)
+    bounds = bounds or (delta, delta, delta)
     dk, dv, dcol, ds = of_keys
     two = p.constants["E1"] > 0
     q1, k1, dk1 = (_of(x.q[1]), _of(x.k[1]), _of(dk[1])) if two else (x.v, x.v, x.v)
@@ -264,16 +269,16 @@ def _keys(
 
     c, slot = p.constants, p.static.slots[0]
     names = ("E0", "E1", "V", "MODE0", "LOG0", "HAS_COL0", "FILTER", "SIMPLE")
-    # Bytes of a row of all features; a block has three numbers beside each.
+    # Bytes of a row of all features; a block has two or three numbers beside each.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
-    left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 2048
+    left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 1024
     # Blocks of pairs, of sums of 32 bits, and of keys, that the group has which sums up.
     passing = 2 * triton_hopper.SLOTS.value + 2 * triton_hopper.LEAVING.value + 2
     left -= 2 * passing * GROUP * GROUP * summed
-    # Columns of three stages, and of ones; float16 ends too early for them.
+    # Columns: of two turns' keys, of ones, of a block's queries; float16 ends too early for them.
     sides = summed and p.dtype == torch.bfloat16
-    left -= (3 + 1) * 2 * 16 * GROUP * sides
-    step = GROUP * (row + 4 * GROUP * banded + 12)
+    left -= 5 * 2 * 16 * GROUP * sides
+    step = GROUP * (row + 4 * GROUP * banded + (8 + 2 * 16 if sides else 12))
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
     blocks, parts, _ = _order(p, heads)
     # Where there is room, the next keys come while these are at work.

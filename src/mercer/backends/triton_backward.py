@@ -284,12 +284,12 @@ def _store_keys(
     """dk, dcol and the keys' share of dscale, from sums without the scale of a head."""
     inside = j < num_keys
     if WANT and MODE == 1:
-        _store(DS + sums + j, (c - ref) * dc if SUM else tl.zeros_like(c), inside, ADD)
+        _store(DS + sums + j, _finite(c - ref) * dc if SUM else tl.zeros_like(c), inside, ADD)
     if MODE != 2 and not SCALED:
         dk = dk * scale
         dc = dc * scale
     if NORM:
-        dk -= dc[:, None] * k.to(tl.float32)
+        dk -= dc[:, None] * _finite(k.to(tl.float32))
     e = tl.arange(0, WIDTH)
     target = DK + rows[:, None] * width + e[None, :]
     _store(target, dk, inside[:, None] & (e[None, :] < width), ADD)

@@ -32,7 +32,7 @@ from .triton_kernels import (
     _three,
     _visible,
 )
-from .triton_summed import _blocks, _bound, _fixed
+from .triton_summed import _blocks, _bound, _fixed, _reference_within
 
 # As Triton 3.6 calls them, and as later ones do.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -51,8 +51,9 @@ def add_to(target, at, source, _semantic=None):
 # Keys of a group, and queries of a block.
 OWN = gl.constexpr(64)
 BLOCK = gl.constexpr(64)
-# What a block of queries needs beside features: log_mass, delta, and a scale of each query.
-ROWS = gl.constexpr(3)
+# What a block of queries needs beside features: log_mass, each query's scale, and delta, where that is no
+# column of a product.
+MASSES, SCALES, DELTAS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Of a thread that multiplies, and of one that copies.
 REGISTERS = gl.constexpr(240)
 FEW_REGISTERS = gl.constexpr(24)
@@ -62,6 +63,8 @@ SUM_REGISTERS = gl.constexpr(72)
 # Blocks of pairs on their way to that group, of each that multiplies, and of sums on theirs to memory.
 SLOTS = gl.constexpr(3)
 LEAVING = gl.constexpr(2)
+# A number per key that leaves no weight, and ends neither float32 nor bfloat16.
+LOWEST = gl.constexpr(-3e38)
 # Tickets that lie in shared memory: when one is drawn, all groups have read that of three turns before.
 TICKETS = gl.constexpr(4)
 
@@ -105,12 +108,19 @@ def _tile(
 
 
 @gluon.jit
-def _split(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Numbers of rows as columns of half precision that add up to them."""
+def _split(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, FOURTH: gl.constexpr):
+    """Numbers of rows as three columns of half precision that add up to them, and what comes fourth."""
     e = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
     high, middle, low = _three(x, DTYPE)
-    rest = gl.where(e == 1, middle[:, None], gl.where(e == 2, low[:, None], 0.0))
+    rest = gl.where(e == 2, low[:, None], gl.where(e == 3, FOURTH, 0.0))
+    rest = gl.where(e == 1, middle[:, None], rest)
     return gl.where(e == 0, high[:, None], rest).to(DTYPE)
+
+
+@gluon.jit
+def _beside(rows, s, WHAT: gl.constexpr, SIDES: gl.constexpr):
+    """One number of each query of a block."""
+    return rows.index(s * (2 if SIDES else 3) + WHAT)
 
 
 @gluon.jit
@@ -146,15 +156,15 @@ def _copy_steps(
             for own in gl.static_range(2):
                 at = [bt, h, first, first_key + own * OWN]
                 load(TILES, at, full.index(s), biases.index(s * 2 + own))
-        rows.index(s * ROWS).store(lse2)
+        _beside(rows, s, MASSES, SIDES).store(lse2)
         if SIDES:
-            sides.index(s).store(_split(-delta, sides.dtype, FLAT))
+            sides.index(s).store(_split(-delta, sides.dtype, FLAT, 0.0))
             fence_async_shared()
             barrier()
         else:
-            rows.index(s * ROWS + 1).store(delta)
+            _beside(rows, s, DELTAS, SIDES).store(delta)
         if MODE0 == 2:
-            rows.index(s * ROWS + 2).store(scale)
+            _beside(rows, s, SCALES, SIDES).store(scale)
         mbarrier.arrive(full.index(s), count=1)
 
 
@@ -250,13 +260,23 @@ def _most(base, count):
 
 
 @gluon.jit
+def _whole(x):
+    """The whole numbers next to these."""
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], gl.int32, True, 1)
+
+
+@gluon.jit
 def _sum(
-    inputs, E0: gl.constexpr, FILTER: gl.constexpr, STORE: gl.constexpr, BUFFERS: gl.constexpr
+    inputs, E0: gl.constexpr, FILTER: gl.constexpr, STORE: gl.constexpr, BUFFERS: gl.constexpr,
+    EACH: gl.constexpr,
 ):  # fmt: skip
-    """The group that adds to gradients of queries, in fixed point: any order gives the same bits."""
+    """The group that adds to gradients of queries, in fixed point: any order gives the same bits.
+
+    EACH: and to SHARES of those of their scales, which numbers per key have: sum_j u_ij (c_j - ref).
+    """
     (
-        DQ, BOUNDS, MOST, LENGTHS, k0s, turned, pairs, sums, ready, given, taken, used, tickets, told, blocks,
-        parts, last, offset, num_heads, num_queries, num_keys, first,
+        DQ, BOUNDS, MOST, SHARES, C0, LENGTHS, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
+        scb0, sch0, gc0, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     FEATURES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
@@ -272,6 +292,15 @@ def _sum(
         bounds = BOUNDS + bh * 2 * query_blocks + start // BLOCK
         at = (turn % BUFFERS) * 2
         most_k, most_v = _most(MOST + bh * 2 * key_blocks, key_blocks)
+        if EACH:
+            THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+            shares = (
+                SHARES + bh * query_blocks * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, THIN))
+            )
+            e = gl.arange(0, COLUMNS, gl.SliceLayout(0, THIN))[None, :]
+            ref0 = _reference_within(C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0, most_k)
+            # The fourth column is one: sum_j u_ij.
+            counted = gl.where(e < 3, 1.0, gl.where(e == 3, -ref0, 0.0))
         for own in gl.static_range(2):
             mbarrier.wait(ready.index(at + own), (turn // BUFFERS) & 1)
         # Products read them faster turned.
@@ -291,13 +320,27 @@ def _sum(
             )
             mbarrier.wait(given.index(SLOTS + slot), phase)
             acc = warpgroup_mma(turned.index(1), pairs.index(SLOTS + slot), acc, is_async=True)
+            if EACH:
+                few = gl.zeros([BLOCK, COLUMNS], gl.float32, THIN)
+                near, far = pairs.index(slot), pairs.index(SLOTS + slot)
+                few = warpgroup_mma(
+                    near.permute((1, 0)), cols.index((turn % 2) * 2), few, use_acc=False, is_async=True
+                )  # fmt: skip
+                few = warpgroup_mma(
+                    far.permute((1, 0)), cols.index((turn % 2) * 2 + 1), few, is_async=True
+                )
             tma.store_wait(LEAVING - 1)
-            acc = warpgroup_mma_wait(0, (acc,))
+            if EACH:
+                acc, few = warpgroup_mma_wait(0, (acc, few))
+            else:
+                acc = warpgroup_mma_wait(0, (acc,))
             mbarrier.arrive(taken.index(slot), count=1)
+            if EACH:
+                found = gl.sum(few * counted, 1) * _fixed(bound * most_k)
+                found = _whole(found)
+                gl.atomic_add(shares + (start + step * BLOCK), found, sem="relaxed", scope="gpu")
             acc = acc * _fixed(bound)
-            whole = gl.inline_asm_elementwise(
-                "cvt.rni.s32.f32 $0, $1;", "=r,f", [acc], gl.int32, True, 1
-            )
+            whole = _whole(acc)
             target = sums.index((done + step) % LEAVING)
             target.store(whole)
             fence_async_shared()
@@ -318,7 +361,7 @@ def _within(x):
 @gluon.jit
 def _span(
     begin, end, done, dk0, dk1, dv, dc, k0, k1, v, y, c, factor, j, start, b, place, first, lengths, ids,
-    stride_ids, num_keys, q0s, q1s, gs, rows, col, one, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
+    stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
     E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
     FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
     OTHER: gl.constexpr, SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr,
@@ -338,21 +381,23 @@ def _span(
             t = warpgroup_mma(col, ones.permute((1, 0)), t, is_async=True)
         dp = warpgroup_mma(v, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
         if SIDES:
-            dp = warpgroup_mma(one, sides.index(s).permute((1, 0)), dp, is_async=True)
+            dp = warpgroup_mma(ones, sides.index(s).permute((1, 0)), dp, is_async=True)
         if MASK and OTHER == 1:
             other = warpgroup_mma(
                 y, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True
             )
+            if SIDES:
+                other = warpgroup_mma(ones, sides.index(s).permute((1, 0)), other, is_async=True)
             t, dp, other = warpgroup_mma_wait(0, (t, dp, other))
         # Read before anything is waited for, where there are registers for it.
         if MODE0 == 2 and not (MASK and OTHER == 1):
-            t = warpgroup_mma_wait(1, (t,))
-        lse2 = rows.index(s * ROWS).load(ACROSS)[None, :]
+            t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
+        lse2 = _beside(rows, s, MASSES, SIDES).load(ACROSS)[None, :]
         if MODE0 < 2 and not (MASK and OTHER == 1):
             t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
         if MODE0 == 2:
-            scale = rows.index(s * ROWS + 2).load(ACROSS)[None, :]
-            if HAS_COL0:
+            scale = _beside(rows, s, SCALES, SIDES).load(ACROSS)[None, :]
+            if HAS_COL0 and not SIDES:
                 t += c[:, None]
             e = t * (scale * LOG2E) - lse2
         elif HAS_COL0 and not SIDES:
@@ -373,7 +418,7 @@ def _span(
             e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)
         if MODE0 < 2 and not SIDES:
-            delta = rows.index(s * ROWS + 1).load(ACROSS)[None, :]
+            delta = _beside(rows, s, DELTAS, SIDES).load(ACROSS)[None, :]
         if not (MASK and OTHER == 1):
             dp = warpgroup_mma_wait(0, (dp,))
         if PART != 2:
@@ -383,8 +428,8 @@ def _span(
                 w = gl.where(same, 0.0, p)
             weights = gl.convert_layout(w.to(DTYPE), gl.DotOperandLayout(0, SUMSV, 2))
             dv = warpgroup_mma(weights, gs.index(s), warpgroup_mma_init(dv), is_async=True)
-        if MODE0 == 2:
-            delta = rows.index(s * ROWS + 1).load(ACROSS)[None, :]
+        if MODE0 == 2 and not SIDES:
+            delta = _beside(rows, s, DELTAS, SIDES).load(ACROSS)[None, :]
         if SIDES:
             u = dp * p
         else:
@@ -467,7 +512,7 @@ def _multiply(
     """One of the two groups that multiply, with its 64 keys."""
     (
         DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, all_pairs, biases,
-        rows, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0,
+        rows, cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0,
         stride_ids, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -541,15 +586,18 @@ def _multiply(
             w = v.load(gl.DotOperandLayout(0, SCORES, 2))
             if E1 > 0:
                 a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
-        col, one = a, a
+        col = cols
         if SIDES:
-            # Numbers that belong to keys or queries are columns of the products.
-            PART_OF: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+            # Two turns: the group that sums up may be one behind.
+            col = cols.index((turn % 2) * 2 + own)
+        if SIDES and HAS_COL0:
+            # Numbers of keys are columns of the products, as those of queries are. Of what is not finite,
+            # there would be NaN for those that do not see it; the lowest number has the same weight, 0.
             THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-            if HAS_COL0:
-                along = gl.convert_layout(c, gl.SliceLayout(1, THIN))
-                col = gl.convert_layout(_split(along, k0.dtype, THIN), PART_OF)
-            one = gl.convert_layout(gl.full([OWN, COLUMNS], 1.0, k0.dtype, THIN), PART_OF)
+            along = gl.maximum(gl.convert_layout(c, gl.SliceLayout(1, THIN)), LOWEST)
+            col.store(_split(along, k0.dtype, THIN, 1.0))
+            fence_async_shared()
+            barrier()
         if BUFFERS > 1:
             # By now, gradients of the keys before have left.
             if turn > 0:
@@ -569,7 +617,7 @@ def _multiply(
             if WHOLE or span == 0:
                 dk0, dk1, dv, dcs = _span(
                     left, right, done, dk0, dk1, dv, dcs, a, a1, w, y, c, factor, j, start, b, place, first,
-                    LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, one, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
+                    LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
                     biases, own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
                     STORE, SUMMED, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV, SIDES,
                 )  # fmt: skip
@@ -594,7 +642,7 @@ def _multiply(
             if NORM0 or (SUMMED and WANT0):
                 x = _finite(k0.load(SUMS0).to(gl.float32))
             if WANT0 and MODE0 == 1:
-                share = (c - ref0) * dc if SUM0 else gl.zeros([OWN], gl.float32, DOWN)
+                share = _finite(c - ref0) * dc if SUM0 else gl.zeros([OWN], gl.float32, DOWN)
                 if SUMMED:
                     # sum_i <q_i, dq_i> is sum_j <k_j, dk_j>.
                     share += gl.convert_layout(gl.sum(dk0 * x, 1), DOWN)
@@ -631,7 +679,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "last", "offset"])
 def backward_keys(
     Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, OWN_V,
-    BOUNDS, MOST, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    BOUNDS, MOST, SHARES, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout, blocks, parts, last, offset,
@@ -674,14 +722,16 @@ def backward_keys(
     biases = k0s
     if BANDED:
         biases = gl.allocate_shared_memory(TILES.dtype, [STAGES * 2, BLOCK, OWN], HALF)
-    rows = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, BLOCK], PLAIN)
-    ones, sides = k0s, k0s
+    rows = gl.allocate_shared_memory(gl.float32, [STAGES * (2 if SIDES else 3), BLOCK], PLAIN)
+    cols, ones, sides = k0s, k0s, k0s
     if SIDES:
         THIN: gl.constexpr = gl.NVMMASharedLayout(32, 16)
         FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         ones = gl.allocate_shared_memory(DTYPE, [BLOCK, COLUMNS], THIN)
-        ones.store(gl.full([BLOCK, COLUMNS], 1.0, DTYPE, FLAT))
+        three = gl.arange(0, COLUMNS, gl.SliceLayout(0, FLAT))[None, :] < 3
+        ones.store(gl.where(three, gl.full([BLOCK, COLUMNS], 1.0, gl.float32, FLAT), 0.0).to(DTYPE))
         sides = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, COLUMNS], THIN)
+        cols = gl.allocate_shared_memory(DTYPE, [4, OWN, COLUMNS], THIN)
     ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -716,7 +766,7 @@ def backward_keys(
     fence_async_shared()
     multiply = (
         DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases, rows,
-        ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0, stride_ids,
+        cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0, stride_ids,
         blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     copy = (
@@ -725,8 +775,8 @@ def backward_keys(
         group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     summed = (
-        PAIRS, BOUNDS, MOST, LENGTHS, k0s, turned, pairs, sums, ready, given, taken, used, tickets, told, blocks,
-        parts, last, offset, num_heads, num_queries, num_keys, first,
+        PAIRS, BOUNDS, MOST, SHARES, C0, LENGTHS, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
+        scb0, sch0, gc0, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     if SUMMED:
         gl.warp_specialize(
@@ -740,7 +790,7 @@ def backward_keys(
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
                 )),
-                (_sum, (summed, E0, FILTER, STORE, BUFFERS)),
+                (_sum, (summed, E0, FILTER, STORE, BUFFERS, MODE0 == 2 and WANT0)),
             ],
             [4, 4, 4],
             [LESS_REGISTERS, LESS_REGISTERS, SUM_REGISTERS],

@@ -8,7 +8,9 @@ as in `triton_backward`
     |sum_j P_ij (<dO_i, v_j> - delta_i) k_j| <= max_j |k_j| (|dO_i| max_j |v_j| + |delta_i|)
 
 with maxima over the keys that some query sees, and that are finite: a query that sees another has a
-delta that is not, and a gradient, too. Sums lie [features, queries].
+delta that is not, and a gradient, too. Sums lie [features, queries]. Numbers per key that are norms, seen
+from one of them, are |k|^2 / 2 at most: sums of those, for a scale of each query, have that bound times
+max_j |k_j|.
 """
 
 import triton
@@ -49,20 +51,27 @@ def _bound(bounds, blocks, most_k, most_v):
     return most_k * (tl.load(bounds) * most_v + tl.load(bounds + blocks))
 
 
+@triton.jit
+def _reference_within(base, most_k):
+    """What norms are seen from, -|k|^2 / 2 of the first key: no further than those of keys that are seen."""
+    return tl.maximum(_reference(base, True), -0.5 * most_k * most_k)
+
+
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def before_sums(
-    K0, V_, C0, LENGTHS, GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, BOUNDS, MOST, SUMS,
-    sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    K0, V_, C0, LENGTHS, GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, BOUNDS, MOST, SHARES,
+    SUMS, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, V: tl.constexpr,
-    FILTER: tl.constexpr, HAS_LOW: tl.constexpr, NORMS: tl.constexpr,
+    FILTER: tl.constexpr, HAS_LOW: tl.constexpr, NORMS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """delta, log_mass to the base 2, zeros for the sums, and what they can be at most.
 
     That is, for a block of queries the largest |dO| and |delta|, for one of keys, which come after, the
-    largest |k| and |v|. NORMS: numbers per key are -|k|^2 / 2.
+    largest |k| and |v|. NORMS: numbers per key are -|k|^2 / 2. EACH: each query has a scale, whose
+    gradient is summed up, too.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -73,6 +82,10 @@ def before_sums(
         f = tl.arange(0, E0)[:, None]
         sums = SUMS + (bh.to(tl.int64) * E0 + f) * (query_blocks * PLACES) + n[None, :]
         tl.store(sums, tl.zeros((E0, PLACES), tl.int32))
+        if EACH:
+            tl.store(
+                SHARES + bh.to(tl.int64) * query_blocks * PLACES + n, tl.zeros((PLACES,), tl.int32)
+            )
         grad, delta = _form_deltas(
             GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, bh, n, num_heads, num_queries, dv, V, HAS_LSE,
             HAS_LOW, TOKENS,
@@ -125,17 +138,17 @@ def _scale_of(
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def after_sums(
-    SUMS, S0, C0, GRAD_LSE, LSE2, BOUNDS, MOST, DS0, DSCALE, DQ0,
+    SUMS, SHARES, Q0, S0, C0, GRAD_LSE, LSE2, BOUNDS, MOST, DS0, DSCALE, DQ0,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: tl.constexpr, HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, MODE0: tl.constexpr,
-    LOG0: tl.constexpr, HAS_COL0: tl.constexpr, ROOM: tl.constexpr,
+    LOG0: tl.constexpr, HAS_COL0: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries; the program after a head's last block, if there is one, forms dscale.
 
-    What keys have of that is in DS0: see `_multiply`.
+    What keys have of that is in DS0: see `_multiply`. EACH: of each query's scale, there.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -156,9 +169,20 @@ def after_sums(
         scale0 = _scale(S0, number0, ss0, h, line, n, n < num_queries, MODE0, LOG0)
         rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
         none = tl.zeros((PLACES,), tl.float32)
+        q0, ds0, common = dq0, none, none
+        if EACH:
+            inside = n < num_queries
+            q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
+            shares = tl.load(SHARES + bh.to(tl.int64) * blocks * PLACES + n)
+            ds0 = shares.to(tl.float32) * (1.0 / _fixed(bound * most_k))
+            if HAS_LSE:
+                lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
+                moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
+                common = moved * _reference_within(C0 + b * scb0 + (h // gc0) * sch0, most_k)
+        sums = line + bh.to(tl.int64) * num_keys
         _store_queries(
-            dq0, none, none, dq0, none, scale0, none, DQ0, DS0, DS0, line, line, rows, n, num_queries, e0, E0,
-            MODE0, 0, False, False, False, False, False,
+            dq0, ds0, none, q0, none, scale0, common, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0, E0,
+            MODE0, 0, False, False, EACH, False, False,
         )  # fmt: skip
     elif bh < num_heads:
         total = _scale_of(
