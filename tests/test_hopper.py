@@ -180,8 +180,9 @@ def test_what_nobody_sees_leaves_sums_as_they_are(value, name, monkeypatch):
             if math.isfinite(value) or change is change_keys:
                 assert torch.equal(got, want)
             else:
-                # Where a value is not finite, the forward runs again, and rounds otherwise.
-                assert (got - want).norm() < 2**-8 * want.norm()
+                # Where a value is not finite, the forward runs again, and rounds otherwise. The
+                # gradient of a parameter is one number, in which large ones cancel.
+                assert (got - want).norm() < 2 ** (-8 if got.dim() == 4 else -4) * want.norm()
 
 
 def test_the_first_key_may_be_far_from_all_others(monkeypatch):
@@ -195,7 +196,7 @@ def test_the_first_key_may_be_far_from_all_others(monkeypatch):
     )
     # They count from another number then, and so round otherwise.
     for got, want in zip(far, plain, strict=True):
-        assert (got - want).norm() < 2**-6 * want.norm()
+        assert (got - want).norm() < 2 ** (-7 if got.dim() == 4 else -4) * want.norm()
 
 
 def test_a_gradient_that_is_not_finite_stays_among_its_neighbours(monkeypatch):

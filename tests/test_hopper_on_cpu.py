@@ -153,9 +153,9 @@ class Call:
         return want
 
     def reference(self):
-        """The first key's number, or the least that a seen key may have."""
+        """The first key's number, or half of the least that a seen key may have."""
         least = -self.most[:, :, 0].amax(-1, keepdim=True).square() / 2
-        return torch.maximum(self.col[:, :, :1], least)
+        return torch.where(self.col[:, :, :1] < least, least / 2, self.col[:, :, :1])
 
     def run(self, programs, *, longest, stages, buffers, seed, counters=None):
         f, length = self.flags, self.length
@@ -391,6 +391,6 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     assert torch.allclose(found, dq * scale[..., None], rtol=1e-5, atol=1e-6)
     unit = 2.0 ** ((most * largest[..., None]).log2().floor() - 29).repeat_interleave(64, -1)
     want = (q * dq).sum(-1) + (made["SHARES"] * unit)[..., :queries]
-    least = -largest[..., None].square() / 2
-    want += least * torch.where(lse == -math.inf, 0.0, moved)
+    half = -largest[..., None].square() / 4
+    want += half * torch.where(lse == -math.inf, 0.0, moved)
     assert torch.allclose(shares[..., :queries], want, rtol=1e-4, atol=1e-3)

@@ -53,8 +53,10 @@ def _bound(bounds, blocks, most_k, most_v):
 
 @triton.jit
 def _reference_within(base, most_k):
-    """What norms are seen from, -|k|^2 / 2 of the first key: no further than those of keys that are seen."""
-    return tl.maximum(_reference(base, True), -0.5 * most_k * most_k)
+    """What norms are counted from, -|k|^2 / 2 of the first key; if no seen key has that, half of the least."""
+    ref = _reference(base, True)
+    least = -0.5 * most_k * most_k
+    return tl.where(ref < least, 0.5 * least, ref)
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
