@@ -240,31 +240,6 @@ def test_it_gives_the_sums_of_every_block(name, programs):
         assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), what
 
 
-@pytest.mark.parametrize("padded", [0, 1])
-@pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("left", [-1, 0, 5, 70, 200, 2**20, 2**29])
-@pytest.mark.parametrize("right", [-1, 0, 30])
-@pytest.mark.parametrize("memory", [-1, 40])
-def test_limits_are_below_all_scores_where_a_filter_hides(padded, causal, left, right, memory):
-    filter = (causal, left, right, memory, 0, 0, 0, padded, 0, 0)
-    limit = module("triton_hopper", 1, 0)._limit
-    first, keys, length = 300, 390, 340
-    for i0 in (0, 64, 128, 250, 320, 376):
-        for low in (0, 64, 192, 256, 320, 384):
-            i, j = i0 + torch.arange(64), low + torch.arange(64)
-            away = i[None, :] - j[:, None]
-            begun = (away >= 0) | (not causal)
-            begun &= (away >= -right) | (right < 0)
-            seen = begun & ((away <= left) | (left < 0)) & (j < keys)[:, None]
-            seen &= (not padded) | (j < length)[:, None]
-            seen &= (memory < 0) | (j >= first - memory)[:, None]
-            given = (i0, j, 0, first, Pointer(torch.tensor([length])), keys, (filter,))
-            both, last = (limit(*given, way, None).expand(64, 64) for way in (False, True))
-            assert torch.equal(both > 0, seen)
-            assert torch.equal((last > 0)[begun], seen[begun])
-            assert both.abs().amin() > 1e18
-
-
 def test_a_second_pass_draws_tickets_of_its_own():
     counters = torch.zeros(BATCH * HEADS + 1, dtype=torch.int32)
     for part, what in ((1, "dk"), (2, "dk1")):

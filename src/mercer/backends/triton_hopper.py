@@ -29,8 +29,6 @@ from .triton_kernels import (
     _query_blocks,
     _query_range,
     _scale,
-    _stretch,
-    _there,
     _three,
     _visible,
 )
@@ -67,8 +65,6 @@ SLOTS = gl.constexpr(3)
 LEAVING = gl.constexpr(2)
 # A number per key that leaves no weight, and ends neither float32 nor bfloat16.
 LOWEST = gl.constexpr(-3e38)
-# More than any score, for each place that a query is away from what it sees.
-FAR = gl.constexpr(2.0**64)
 # Tickets that lie in shared memory: when one is drawn, all groups have read that of three turns before.
 TICKETS = gl.constexpr(4)
 
@@ -363,46 +359,11 @@ def _within(x):
 
 
 @gluon.jit
-def _limit(
-    i0, j, b, first, lengths, num_keys, FILTER: gl.constexpr, LAST: gl.constexpr, ACROSS: gl.constexpr
-):  # fmt: skip
-    """What no score exceeds, for queries from the place i0 on: FAR above all, or below where one is hidden.
-
-    A comparison has a place of its own for its outcome, of which there are few. LAST: whether the first
-    queries that see these keys have been before, so that there are only those that see them no more.
-    """
-    STRETCH: gl.constexpr = _stretch(FILTER)
-    BEGINS: gl.constexpr = not LAST and STRETCH[0] < 2**29
-    ENDS: gl.constexpr = FILTER[0][1] >= 0
-    # Further than float32 counts places, a stretch has no middle.
-    HALF: gl.constexpr = STRETCH[1] * 0.5 if STRETCH[1] < 2**22 else -1.0
-    there = _there(j, b, first, lengths, num_keys, FILTER)
-    step = (gl.arange(0, BLOCK, ACROSS).to(gl.float32) * FAR)[None, :]
-    # Between places there is none: half of one is where a stretch begins and ends.
-    since = i0 - (j - STRETCH[0])
-    begin = gl.where(there, (since.to(gl.float32) + 0.5) * FAR, float("-inf"))[:, None]
-    until = (STRETCH[1] - since).to(gl.float32) + 0.5
-    until = gl.where(there, until * FAR, float("-inf"))[:, None]
-    if BEGINS and ENDS and HALF >= 0.0:
-        middle = gl.where(there, (since.to(gl.float32) - HALF) * FAR, float("inf"))
-        limit = (HALF + 0.5) * FAR - gl.abs(middle[:, None] + step)
-    elif BEGINS and ENDS:
-        limit = gl.minimum(begin + step, until - step)
-    elif BEGINS:
-        limit = begin + step
-    elif ENDS:
-        limit = until - step
-    else:
-        limit = gl.where(there, FAR, float("-inf"))[:, None]
-    return limit
-
-
-@gluon.jit
 def _span(
     begin, end, done, dk0, dk1, dv, dc, k0, k1, v, y, c, factor, j, start, b, place, first, lengths, ids,
     stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
     E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
-    FILTER: gl.constexpr, MASK: gl.constexpr, LAST: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
+    FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
     OTHER: gl.constexpr, SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr,
     SUMSV: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
@@ -446,19 +407,15 @@ def _span(
         if BANDED:
             e += biases.index(s * 2 + own).permute((1, 0)).load(SCORES).to(gl.float32)
         if MASK:
-            i0 = start + step * BLOCK + place
-            i = i0 + gl.arange(0, BLOCK, ACROSS)
+            i = start + step * BLOCK + place + gl.arange(0, BLOCK, ACROSS)
+            seen = _visible(
+                i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
+            )
             if OTHER == 1:
                 same = i[None, :] == j[:, None]
-            if OTHER < 2 and len(_stretch(FILTER)) > 0:
-                e = gl.minimum(e, _limit(i0, j, b, first, lengths, num_keys, FILTER, LAST, ACROSS))
-            else:
-                seen = _visible(
-                    i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
-                )
-                if OTHER == 2:
-                    seen = seen & (i[None, :] != j[:, None])
-                e = gl.where(seen, e, float("-inf"))
+            elif OTHER == 2:
+                seen = seen & (i[None, :] != j[:, None])
+            e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)
         if MODE0 < 2 and not SIDES:
             delta = _beside(rows, s, DELTAS, SIDES).load(ACROSS)[None, :]
@@ -607,7 +564,8 @@ def _multiply(
             sure_stop = gl.maximum(sure_stop, sure_start)
             # The last keys are not a whole block: they need their mask throughout.
             short = high - first_key < OWN - 1
-            sure_stop = gl.where(short, sure_start, sure_stop)
+            sure_start = gl.where(short, end, sure_start)
+            sure_stop = gl.where(short, end, sure_stop)
         else:
             sure_start = end
             sure_stop = end
@@ -660,7 +618,7 @@ def _multiply(
                 dk0, dk1, dv, dcs = _span(
                     left, right, done, dk0, dk1, dv, dcs, a, a1, w, y, c, factor, j, start, b, place, first,
                     LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
-                    biases, own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, span == 2, PART, STAGES,
+                    biases, own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
                     STORE, SUMMED, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV, SIDES,
                 )  # fmt: skip
         if STORE < 2:

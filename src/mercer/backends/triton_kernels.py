@@ -158,25 +158,18 @@ def _stretch(filter):
 
 
 @triton.jit
-def _there(j, b, first, lengths, num_keys, FILTER: tl.constexpr):
-    """Whether keys at places j are there at all, for a filter by stretches."""
-    there = j < num_keys
-    if FILTER[0][7]:
-        there = there & (j < tl.load(lengths + b))
-    if FILTER[0][3] >= 0:
-        there = there & (j >= first - FILTER[0][3])
-    if _stretch(FILTER)[1] < 0:
-        there = there & (j < 0)
-    return there
-
-
-@triton.jit
 def _visible(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr):
     """Whether queries at places i see keys at places j, one a row, the other a column."""
     STRETCH: tl.constexpr = _stretch(FILTER)
     if len(STRETCH) > 0:
         # One comparison for each pair, of whole numbers without a sign.
-        there = _there(j, b, first, lengths, num_keys, FILTER)
+        there = j < num_keys
+        if FILTER[0][7]:
+            there = there & (j < tl.load(lengths + b))
+        if FILTER[0][3] >= 0:
+            there = there & (j >= first - FILTER[0][3])
+        if STRETCH[1] < 0:
+            there = there & (j < 0)
         begin = tl.where(there, j - STRETCH[0], 2**31 - 1)
         LAST: tl.constexpr = max(STRETCH[1], 0)
         seen = (i - begin).to(tl.uint32, bitcast=True) <= LAST
