@@ -255,7 +255,7 @@ def module(name, programs, seed):
     language = SimpleNamespace(
         constexpr=lambda x: x, static_range=range, where=where, load=load, store=store,
         atomic_add=engine.atomic_add, range=lambda *ends, **_: range(*ends),
-        minimum=both(torch.minimum), maximum=both(torch.maximum), abs=torch.abs, exp=torch.exp,
+        minimum=both(torch.fmin), maximum=both(torch.fmax), abs=torch.abs, exp=torch.exp,
         exp2=torch.exp2, sum=torch.sum, max=torch.amax, sqrt=torch.sqrt, trans=torch.t,
         float32=torch.float32, int32=torch.int32, uint32=torch.uint32, int64=torch.int64,
         bits=bits, inline_asm_elementwise=rounded,
