@@ -17,6 +17,8 @@ LOG2E = math.log2(math.e)
 CAUSAL = (1, -1, -1, -1, 0, 0, 0, 0, 0, 0)
 WINDOW = (1, 69, -1, -1, 0, 0, 0, 0, 0, 0)
 PADDING = (1, -1, -1, -1, 0, 0, 0, 1, 0, 0)
+# A distance whose gradients come from one pass, with its norms as columns of products.
+COLUMNS = {"SUMMED": True, "SIDES": True, "NORM0": True, "HAS_COL0": True, "WANT0": True}
 
 CASES = {
     "plain": {},
@@ -37,33 +39,9 @@ CASES = {
     "stored-window-alone": {"STORE": 1, "filter": WINDOW},
     "band": {"STORE": 2, "BANDED": True},
     "summed": {"SUMMED": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
-    "summed-columns": {
-        "SUMMED": True,
-        "SIDES": True,
-        "NORM0": True,
-        "HAS_COL0": True,
-        "MODE0": 1,
-        "WANT0": True,
-    },
-    "summed-scales": {
-        "SUMMED": True,
-        "SIDES": True,
-        "NORM0": True,
-        "HAS_COL0": True,
-        "MODE0": 2,
-        "WANT0": True,
-        "HELD": True,
-        "filter": WINDOW,
-    },
-    "summed-scales-padding": {
-        "SUMMED": True,
-        "SIDES": True,
-        "NORM0": True,
-        "HAS_COL0": True,
-        "MODE0": 2,
-        "WANT0": True,
-        "filter": PADDING,
-    },
+    "summed-columns": {**COLUMNS, "MODE0": 1},
+    "summed-scales": {**COLUMNS, "MODE0": 2, "HELD": True, "filter": WINDOW},
+    "summed-scales-padding": {**COLUMNS, "MODE0": 2, "filter": PADDING},
     "summed-window": {"SUMMED": True, "filter": WINDOW, "HELD": True},
     "summed-window-columns": {"SUMMED": True, "SIDES": True, "filter": WINDOW, "HELD": True},
     "summed-padding": {"SUMMED": True, "filter": PADDING, "MODE0": 1, "WANT0": True},
@@ -252,14 +230,7 @@ KINDS = {
     "own-values": {"OTHER": 1},
     "summed": {"SUMMED": True},
     "summed-columns": {"SUMMED": True, "SIDES": True},
-    "summed-scales": {
-        "SUMMED": True,
-        "SIDES": True,
-        "NORM0": True,
-        "HAS_COL0": True,
-        "MODE0": 2,
-        "WANT0": True,
-    },
+    "summed-scales": {**COLUMNS, "MODE0": 2},
 }
 
 
