@@ -217,7 +217,8 @@ class Engine:
         products = self.local.products
         while len(products) > pending:
             for now, before in zip(*products.pop(0), strict=True):
-                assert torch.equal(now, before), "overwritten before it was used"
+                same = torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
+                assert same, "overwritten before it was used"
         return values if len(values) > 1 else values[0]
 
 

@@ -218,6 +218,26 @@ def test_it_gives_the_sums_of_every_block(name, programs):
         assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), what
 
 
+def test_a_key_with_an_infinite_norm_has_no_weight():
+    call = Call(**COLUMNS, MODE0=1)
+    call.col[0, 0, 70] = -math.inf
+    want, got = call.want(), call.run(3, longest=True, stages=2, buffers=2, seed=1)
+    for what in ("dk", "dv", "dq"):
+        assert torch.allclose(got[what], want[what], rtol=1e-4, atol=1e-4), what
+    assert got["dscale"].isfinite().all()
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_hidden_keys_that_are_not_finite_leave_gradients_alone(mode):
+    call = Call(filter=PADDING, **COLUMNS, MODE0=mode)
+    want = call.want()
+    hidden = slice(LENGTH // 3, None)
+    call.k[1, :, hidden], call.v[1, :, hidden], call.col[1, :, hidden] = (math.nan,) * 3
+    got = call.run(3, longest=True, stages=2, buffers=2, seed=1)
+    for what, x in want.items():
+        assert torch.allclose(got[what], x, rtol=1e-4, atol=1e-4), what
+
+
 def test_a_second_pass_draws_tickets_of_its_own():
     counters = torch.zeros(BATCH * HEADS + 1, dtype=torch.int32)
     for part, what in ((1, "dk"), (2, "dk1")):
