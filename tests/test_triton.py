@@ -167,6 +167,22 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(which, filter):
     assert torch.equal(out.isnan().all(-1), want)
 
 
+@pytest.mark.parametrize("kernel", [mc.RBF, mc.RationalQuadratic, mc.Exponential])
+def test_hidden_keys_that_are_not_finite_leave_gradients_of_keys_alone(kernel):
+    q, k, v = (torch.randn(1, 2, 40, 16, device=DEVICE) for _ in range(3))
+    spoiled = k.clone()
+    spoiled[:, :, 35] = math.nan
+    filter = mc.Causal() & mc.Padding([33])
+
+    def gradients(k):
+        of = (k.requires_grad_(), v.requires_grad_())
+        out = mc.smooth(kernel().to(DEVICE), q, *of, filter=filter, backend="triton")
+        return torch.autograd.grad(out.square().sum(), of)
+
+    for got, want in zip(gradients(spoiled), gradients(k), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("filter", ["causal", "window", "padding"])
 @pytest.mark.parametrize("name", ["rbf", "adaptive"])
