@@ -269,7 +269,8 @@ def _keys(
 
     c, slot = p.constants, p.static.slots[0]
     names = ("E0", "E1", "V", "MODE0", "LOG0", "HAS_COL0", "FILTER", "SIMPLE")
-    # Bytes of a row of all features; a block has two or three numbers beside each.
+    # Bytes of a row of all features; a block has two or three numbers beside each. Barriers and
+    # tickets take less than 1024.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
     left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 1024
     # Blocks of pairs, of sums of 32 bits, and of keys, that the group has which sums up.

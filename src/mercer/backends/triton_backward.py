@@ -261,10 +261,15 @@ def _reference(col, HAS_COL: tl.constexpr):
 
 
 @triton.jit
+def _counted(e, ref):
+    """How columns count that add up to numbers less ref: the fourth, e = 3, is one."""
+    return tl.where(e < 3, 1.0, tl.where(e == 3, -ref, 0.0))
+
+
+@triton.jit
 def _of_columns(sums, ref):
     """sum_j u_ij (col_j - ref), of sums over columns that add up to col, and over one of ones."""
-    e = tl.arange(0, COLUMNS)[None, :]
-    return tl.sum(sums * tl.where(e < 3, 1.0, tl.where(e == 3, -ref, 0.0)), 1)
+    return tl.sum(sums * _counted(tl.arange(0, COLUMNS)[None, :], ref), 1)
 
 
 @triton.jit

@@ -21,15 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .triton_backward import _reference
+from .triton_backward import _counted, _reference
 from .triton_kernels import (
     COLUMNS,
     LOG2E,
+    _columns,
     _finite,
     _query_blocks,
     _query_range,
     _scale,
-    _three,
     _visible,
 )
 from .triton_summed import _blocks, _bound, _fixed, _reference_within
@@ -108,13 +108,9 @@ def _tile(
 
 
 @gluon.jit
-def _split(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, FOURTH: gl.constexpr):
-    """Numbers of rows as three columns of half precision that add up to them, and what comes fourth."""
-    e = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    high, middle, low = _three(x, DTYPE)
-    rest = gl.where(e == 2, low[:, None], gl.where(e == 3, FOURTH, 0.0))
-    rest = gl.where(e == 1, middle[:, None], rest)
-    return gl.where(e == 0, high[:, None], rest).to(DTYPE)
+def _along(LAYOUT: gl.constexpr):
+    """The numbers of columns, in a row."""
+    return gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
 
 
 @gluon.jit
@@ -158,7 +154,7 @@ def _copy_steps(
                 load(TILES, at, full.index(s), biases.index(s * 2 + own))
         _beside(rows, s, MASSES, SIDES).store(lse2)
         if SIDES:
-            sides.index(s).store(_split(-delta, sides.dtype, FLAT, 0.0))
+            sides.index(s).store(_columns(-delta, _along(FLAT), sides.dtype, 0.0))
             fence_async_shared()
             barrier()
         else:
@@ -297,10 +293,8 @@ def _sum(
             shares = (
                 SHARES + bh * query_blocks * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, THIN))
             )
-            e = gl.arange(0, COLUMNS, gl.SliceLayout(0, THIN))[None, :]
             ref0 = _reference_within(C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0, most_k)
-            # The fourth column is one: sum_j u_ij.
-            counted = gl.where(e < 3, 1.0, gl.where(e == 3, -ref0, 0.0))
+            counted = _counted(_along(THIN), ref0)
         for own in gl.static_range(2):
             mbarrier.wait(ready.index(at + own), (turn // BUFFERS) & 1)
         # Products read them faster turned.
@@ -386,8 +380,6 @@ def _span(
             other = warpgroup_mma(
                 y, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True
             )
-            if SIDES:
-                other = warpgroup_mma(ones, sides.index(s).permute((1, 0)), other, is_async=True)
             t, dp, other = warpgroup_mma_wait(0, (t, dp, other))
         # Read before anything is waited for, where there are registers for it.
         if MODE0 == 2 and not (MASK and OTHER == 1):
@@ -595,7 +587,7 @@ def _multiply(
             # there would be NaN for those that do not see it; the lowest number has the same weight, 0.
             THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
             along = gl.maximum(gl.convert_layout(c, gl.SliceLayout(1, THIN)), LOWEST)
-            col.store(_split(along, k0.dtype, THIN, 1.0))
+            col.store(_columns(along, _along(THIN), k0.dtype, 1.0))
             fence_async_shared()
             barrier()
         if BUFFERS > 1:
@@ -728,8 +720,8 @@ def backward_keys(
         THIN: gl.constexpr = gl.NVMMASharedLayout(32, 16)
         FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         ones = gl.allocate_shared_memory(DTYPE, [BLOCK, COLUMNS], THIN)
-        three = gl.arange(0, COLUMNS, gl.SliceLayout(0, FLAT))[None, :] < 3
-        ones.store(gl.where(three, gl.full([BLOCK, COLUMNS], 1.0, gl.float32, FLAT), 0.0).to(DTYPE))
+        one = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, FLAT)
+        ones.store(gl.where(_along(FLAT) < 3, one, 0.0).to(DTYPE))
         sides = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, COLUMNS], THIN)
         cols = gl.allocate_shared_memory(DTYPE, [4, OWN, COLUMNS], THIN)
     ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)

@@ -479,11 +479,17 @@ def _power(x, DEGREE: tl.constexpr):
 
 
 @triton.jit
-def _three(x, dtype: tl.constexpr):
-    """Three numbers of half precision, in float32, that add up to x."""
+def _columns(x, e, dtype: tl.constexpr, FOURTH: tl.constexpr):
+    """Numbers of rows as three columns of half precision that add up to them, and what comes fourth.
+
+    e: 0 to COLUMNS - 1, in a row.
+    """
     high = x.to(dtype).to(tl.float32)
     middle = (x - high).to(dtype).to(tl.float32)
-    return high, middle, x - high - middle
+    low = x - high - middle
+    rest = tl.where(e == 2, low[:, None], tl.where(e == 3, FOURTH, 0.0))
+    rest = tl.where(e == 1, middle[:, None], rest)
+    return tl.where(e == 0, high[:, None], rest).to(dtype)
 
 
 @triton.jit

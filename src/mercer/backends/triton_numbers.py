@@ -10,6 +10,7 @@ import triton.language as tl
 from .triton_kernels import (
     COLUMNS,
     _bent,
+    _columns,
     _delta,
     _exactly,
     _no_tickets,
@@ -17,7 +18,6 @@ from .triton_kernels import (
     _rows,
     _scale,
     _tanh,
-    _three,
 )
 
 
@@ -25,13 +25,8 @@ from .triton_kernels import (
 def _split(x, target, n, inside, MODE: tl.constexpr):
     """Store numbers as COLUMNS columns of half precision that add up to them."""
     e = tl.arange(0, COLUMNS)[None, :]
-    dtype = target.dtype.element_ty
-    high, middle, low = _three(x, dtype)
-    parts = tl.where(e == 0, high[:, None], tl.where(e == 1, middle[:, None], low[:, None]))
-    parts = tl.where(e < 3, parts, 0.0)
-    if MODE == 2:
-        parts = tl.where(e == 3, 1.0, parts)
-    tl.store(target + n[:, None] * COLUMNS + e, parts.to(dtype), mask=inside[:, None])
+    parts = _columns(x, e, target.dtype.element_ty, 1.0 if MODE == 2 else 0.0)
+    tl.store(target + n[:, None] * COLUMNS + e, parts, mask=inside[:, None])
 
 
 @triton.jit
