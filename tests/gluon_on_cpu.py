@@ -210,10 +210,12 @@ class Engine:
         operands = [x.data if isinstance(x, Shared) else x for x in (a, b)]
         before = [x.clone() for x in operands]
         out = operands[0].float() @ operands[1].float()
-        self.local.products.append((operands, before))
+        if is_async:
+            self.local.products.append((operands, before))
         return acc + out if use_acc else out
 
     def products_wait(self, pending, values):
+        self.stores()
         products = self.local.products
         while len(products) > pending:
             for now, before in zip(*products.pop(0), strict=True):
@@ -257,7 +259,8 @@ def module(name, programs, seed):
         constexpr=lambda x: x, static_range=range, where=where, load=load, store=store,
         atomic_add=engine.atomic_add, range=lambda *ends, **_: range(*ends),
         minimum=both(torch.fmin), maximum=both(torch.fmax), abs=torch.abs, exp=torch.exp,
-        exp2=torch.exp2, sum=torch.sum, max=torch.amax, sqrt=torch.sqrt, trans=torch.t,
+        exp2=torch.exp2, log2=torch.log2, sum=torch.sum, max=torch.amax, min=torch.amin,
+        sqrt=torch.sqrt, trans=torch.t,
         float32=torch.float32, int32=torch.int32, uint32=torch.uint32, int64=torch.int64,
         bits=bits, inline_asm_elementwise=rounded,
         arange=lambda a, b, _=None: torch.arange(a, b),
@@ -314,6 +317,7 @@ def module(name, programs, seed):
             text = re.sub(
                 r"(\(.*?\)|\w+)\.to\((\w+)\.(\w+), bitcast=True\)", r"\2.bits(\1, \2.\3)", text
             )
+            text = text.replace(".type.layout", ".layout")
             exec(compile(text, str(path), "exec"), space)
             sources[name] = SimpleNamespace(**space)
         return sources[name]

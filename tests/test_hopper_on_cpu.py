@@ -385,3 +385,91 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     half = -largest[..., None].square() / 4
     want += half * torch.where(lse == -math.inf, 0.0, moved)
     assert torch.allclose(shares[..., :queries], want, rtol=1e-4, atol=1e-3)
+
+
+NEAR = {"STILL": True, "SPREAD": True, "MODE0": 1}
+FORWARDS = {
+    "plain": {},
+    "window": {"filter": WINDOW, "HAS_LOW": True},
+    "masked-throughout": {"filter": WINDOW, "SIMPLE": False},
+    "padding": {"filter": PADDING},
+    "number-per-key": {"SPREAD": True, "filter": WINDOW},
+    "distance": {**NEAR, "filter": WINDOW},
+    "scale-per-query": {**NEAR, "MODE0": 2},
+    "far-keys": {**NEAR, "far": True},
+    "hidden-values": {"filter": PADDING, "hidden": True},
+    "hidden-values-of-a-distance": {**NEAR, "filter": PADDING, "hidden": True},
+}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_the_forward_gives_what_softmax_does(name, stages):
+    flags = {"MODE0": 0, "SIMPLE": True, "SPREAD": False, "STILL": False, "HAS_LOW": False}
+    flags |= FORWARDS[name]
+    filter, far, hidden = (
+        flags.pop(n, x) for n, x in (("filter", CAUSAL), ("far", 0), ("hidden", 0))
+    )
+    call, queries = Call(filter=filter), 140
+    place = LENGTH - queries
+    q, v = call.q[:, :, place:].contiguous(), call.v.clone()
+    if far:
+        # All weights of these vanish beside that of no distance.
+        q[:, :, 20:30] += 40.0
+    if flags["STILL"]:
+        call.col = -call.k.square().sum(-1) / 2
+    scale = call.scale[:, :, place:].contiguous() if flags["MODE0"] == 2 else call.head
+    each = {0: torch.tensor(0.5), 1: call.head[:, None, None]}.get(flags["MODE0"], scale[..., None])
+    scores = q @ call.k.mT + (call.col[:, :, None] if flags["SPREAD"] else 0.0)
+    seen = call.seen()[:, :, place:]
+    scores = (scores * each).masked_fill(~seen, -math.inf)
+    want, mass = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    if hidden:
+        v[1, :, LENGTH // 3 :] = math.nan
+    columns = torch.zeros(*call.col.shape, 16)
+    columns[..., 0], columns[..., 3] = call.col, float(flags["MODE0"] == 2)
+    out, low = (torch.full_like(q, math.nan) for _ in range(2))
+    lse = torch.full(q.shape[:3], math.nan)
+    given = {
+        "Q0": Descriptor(q), "K0": Descriptor(call.k), "K1": Descriptor(columns),
+        "V_": Descriptor(v), "S0": Pointer(scale), "LENGTHS": Pointer(call.lengths),
+        "OUT": Descriptor(out), "LOW": Descriptor(low), "LSE": Pointer(lse), "ss0": 1,
+        "num_heads": HEADS, "group0": 1, "group1": 1, "group_v": 1, "number0": 0.5,
+        "num_queries": torch.tensor(queries), "num_keys": torch.tensor(LENGTH), "FILTER": (filter,),
+        "E0": DIM, "V": DIM, "LOG0": (0, 0.0, 0.0, 0.0, 1.0), "STAGES": stages, **flags,
+    }  # fmt: skip
+    given |= dict.fromkeys(("sqb0", "skb0", "skb1", "svb"), 1)
+    blocks = -(-queries // 64)
+    for row in range(BATCH * HEADS):
+        for block in range(blocks):
+            kernels = module("triton_narrow", blocks, 7 * row + block)
+            kernels.place.id, kernels.place.row = block, row
+            names = inspect.signature(kernels.forward).parameters
+            kernels.forward(**{n: given.get(n, 0) for n in names})
+    assert torch.allclose(out, want, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(lse, mass, rtol=1e-5, atol=1e-4)
+    if flags["HAS_LOW"]:
+        # float32 is not rounded.
+        assert not low.any()
+
+
+def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not():
+    call = Call(filter=PADDING)
+    call.v[0, 1, 70, 3] = math.inf
+    out, lse = torch.full_like(call.q, 7.0), torch.full_like(call.lse2, 7.0)
+    given = {
+        "Q0": Descriptor(call.q), "K0": Descriptor(call.k), "V_": Descriptor(call.v),
+        "LENGTHS": Pointer(call.lengths), "OUT": Descriptor(out), "LSE": Pointer(lse),
+        "num_heads": HEADS, "group0": 1, "group1": 1, "group_v": 1, "number0": 0.5,
+        "num_queries": torch.tensor(LENGTH), "num_keys": torch.tensor(LENGTH), "MODE0": 0,
+        "FILTER": (PADDING,), "SIMPLE": True, "E0": DIM, "V": DIM, "STAGES": 3,
+        **dict.fromkeys(("sqb0", "skb0", "skb1", "svb"), 1),
+    }  # fmt: skip
+    for block in range(3):
+        kernels = module("triton_narrow", 3, block)
+        kernels.place.id, kernels.place.row = block, 1
+        names = inspect.signature(kernels.forward).parameters
+        kernels.forward(**{n: given.get(n, 0) for n in names})
+    assert out[0, 1, 70:].isnan().all()
+    assert out[0, 1, :70].isfinite().all()
+    assert (out[0, 0] == 7.0).all()

@@ -479,6 +479,52 @@ def test_few_queries_cut_the_keys_into_parts(name, filter, monkeypatch):
     assert (got[1] - want["log_mass"]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize(
+    "filter", [mc.Causal(), mc.Padding([300, 1500, 40])], ids=["causal", "padding"]
+)
+@pytest.mark.parametrize(
+    ("batches", "groups", "queries", "slots"),
+    [((1, 1), 4, 1, 1), ((1, 1), 2, 1, 1), ((1, 3), 4, 1, 2), ((3, 1), 4, 1, 2), ((1, 1), 4, 2, 2)],
+    ids=["shared", "grouped", "own-keys", "own-query", "two-queries"],
+)
+def test_places_that_a_batch_shares_are_numbers_per_key_to_one_query(
+    batches, groups, queries, slots, filter, alibi, monkeypatch
+):
+    seen = []
+    prepared = triton_launch.prepare
+    monkeypatch.setattr(
+        triton_launch, "prepare", lambda x, *given: seen.append(len(x.q)) or prepared(x, *given)
+    )
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw).to(DEVICE)
+
+    kernel = mc.Exponential() * mc.Exponential(on="position")
+    if alibi:
+        kernel = kernel * mc.ALiBi([0.01, 0.02, 0.03, 0.04])
+    q = mc.Features(content=normal(3, 4, queries, DIM), position=normal(batches[0], 4, queries, 8))
+    k = mc.Features(
+        content=normal(3, groups, 1500, DIM), position=normal(batches[1], groups, 1500, 8)
+    )
+    v = normal(3, groups, 1500, 16)
+    options = {"filter": filter, "return_log_mass": True}
+    with torch.no_grad():
+        got = mc.smooth(kernel, q, k, v, **options, backend="triton")
+        want = mc.smooth(
+            kernel,
+            q.to(torch.float64),
+            k.to(torch.float64),
+            v.double(),
+            **options,
+            backend="reference",
+        )
+    assert seen == [slots]
+    assert (got[0] - want[0]).abs().max() < 1e-5
+    assert (got[1] - want[1]).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["rbf-per-head", "eq-9", "polynomial"])
 def test_what_lies_token_by_token_gives_the_same_and_stays_so(name, compiled):

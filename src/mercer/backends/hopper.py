@@ -1,7 +1,7 @@
-"""Launches of the kernels in which groups of warps have parts of their own: Hopper alone has them.
+"""Launches of the kernels that only Hopper has: products of groups of warps, which may have parts.
 
-They give what those of triton_backward.py give, sooner, for dot products without links, and without
-a table or with one that has all pairs.
+They give what those of triton_kernels.py and triton_backward.py give, sooner, for dot products
+without links, and without a table or, in the backward, with one that has all pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .launches import INTERPRETED, Launch, helper
 from .triton_plan import Inputs, Numbers, Plan, Rows, copies, describe, key_parts, processors, room
-from .triton_sizes import on_hopper, shared_memory
+from .triton_sizes import PLAIN, on_hopper, shared_memory
 
 # Keys that a group of warps owns, and queries of a block.
 GROUP = 64
@@ -32,8 +32,9 @@ LEAST = 3
 # With so many blocks of keys for each processor, programs take them head by head, but for so many
 # at the end: there, and with fewer, the longest come first, so that all end at about one time.
 ROUNDS, LAST = 16, 4
-# Such features and values leave room for a group that sums up gradients of queries. Where a query
-# sees fewer keys than so many, what comes before and after takes longer than that saves.
+# Such features and values leave room for a group that sums up gradients of queries, and for four
+# programs of the forward. Where a query sees fewer keys than so many, what comes before and after
+# the sums takes longer than they save.
 SUMMED, MANY_KEYS = 64, 1024
 # Sums of so many bytes stay in the cache until all keys have added to them, in whatever order.
 CACHED = 2**25
@@ -61,6 +62,47 @@ def _checked() -> bool:
     import triton
 
     return triton.__version__.startswith(CHECKED)
+
+
+def forwards(p: Plan) -> bool:
+    """Whether the forward is one of these.
+
+    Where a peak is looked for, and a query sees many keys, Triton's own is 2 % faster.
+    """
+    c, (q0, _, k0, columns, v, _) = p.constants, p.aligned
+    narrow = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and p.widths[2] % 8 == 0
+    plain = c["FORM"] == PLAIN and not (c["HAS_ROW0"] or c["DROPOUT"]) and c["CLIP"] < 0
+    # Numbers per key are columns of a product.
+    plain = plain and p.dtype.itemsize == 2 and (not c["HAS_COL0"] or (p.spread and columns))
+    few = len(p.static.filter) == 1 and min(p.num_keys, _window(p)) <= SHORT
+    plain = plain and (p.still or few)
+    return plain and narrow and available(p.device) and q0 and k0 and v
+
+
+def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: Tensor) -> None:
+    """out, what rounding took from it where there is room for that, and log_mass."""
+    c, keeps = p.constants, low.numel() > 0
+    launch = p.launches.get(("groups-forward", keeps))
+    if launch is None:
+        from . import triton_narrow
+
+        batch, heads, num_queries = p.static.shape
+        constants = {name: c[name] for name in ("E0", "V", "MODE0", "LOG0", "FILTER", "SIMPLE")}
+        constants |= {
+            "HAS_LOW": keeps, "SPREAD": c["HAS_COL0"], "STILL": p.still, "STAGES": 3,
+        }  # fmt: skip
+        # Four programs share a processor.
+        options = {"num_warps": 4, "maxnreg": 128}
+        grid = (-(-num_queries // GROUP), batch * heads, 1)
+        launch = Launch(triton_narrow.forward, grid, constants, options)
+        p.launches["groups-forward", keeps] = launch
+    columns = _of(ready.columns, 16, swizzle=32) if c["HAS_COL0"] else x.v
+    tensors = (
+        _of(x.q[0]), _of(x.k[0]), columns, _of(x.v), x.scale[0],
+        x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(out),
+        _of(low) if keeps else x.v, lse,
+    )  # fmt: skip
+    launch(tensors, p.numbers(x.seed))
 
 
 def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
@@ -333,18 +375,18 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     return found
 
 
-def _of(x: Tensor, width: int = 0, bits: int = 16) -> Any:
+def _of(x: Tensor, width: int = 0, bits: int = 16, swizzle: int = 128) -> Any:
     """x for the copy engine, in blocks of 64 rows."""
-    cls, layout = _descriptor(bits)
+    cls, layout = _descriptor(bits, swizzle)
     found: Any = object.__new__(cls)
     block = describe(x, GROUP, width or room(x.shape[-1]))
     found.__dict__.update(block.__dict__, layout=layout)
     return found
 
 
-@lru_cache(maxsize=2)
-def _descriptor(bits: int) -> tuple[Any, Any]:
+@lru_cache(maxsize=3)
+def _descriptor(bits: int, swizzle: int) -> tuple[Any, Any]:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor, NVMMASharedLayout(128, bits, 4)
+    return TensorDescriptor, NVMMASharedLayout(swizzle, bits, 4)

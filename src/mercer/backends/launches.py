@@ -136,8 +136,7 @@ def launch_of(
     flags["HELD"] = sizes.held if lean else 0
     plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0 and not two and parts == 1
     if kind == "forward" and plain and flags["TMA"] and not own[0] and (lean or INTERPRETED):
-        # No weight of a distance is above 1; float16 has too few numbers far below it.
-        flags["FAST"] = 2 if p.bounded and p.dtype != torch.float16 else 1
+        flags["FAST"] = 2 if p.still else 1
     constants = p.constants | flags
     # The copy engine fills up what lies beyond the width.
     constants["EVEN"] = constants["EVEN"] or flags["TMA"]

@@ -21,15 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .triton_backward import _counted, _reference
+from .triton_backward import _counted
 from .triton_kernels import (
     COLUMNS,
     LOG2E,
     _columns,
     _finite,
+    _grown,
     _query_blocks,
     _query_range,
-    _scale,
     _visible,
 )
 from .triton_summed import _blocks, _bound, _fixed, _reference_within
@@ -51,7 +51,7 @@ def add_to(target, at, source, _semantic=None):
 # Keys of a group, and queries of a block.
 OWN = gl.constexpr(64)
 BLOCK = gl.constexpr(64)
-# What a block of queries needs beside features: log_mass, each query's scale, and delta, where that is no
+# What a block of queries needs beside features: log_mass, each query's scale, and -delta, where that is no
 # column of a product.
 MASSES, SCALES, DELTAS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # Of a thread that multiplies, and of one that copies.
@@ -65,27 +65,8 @@ SLOTS = gl.constexpr(3)
 LEAVING = gl.constexpr(2)
 # A number per key that leaves no weight, and ends neither float32 nor bfloat16.
 LOWEST = gl.constexpr(-3e38)
-# Tickets that lie in shared memory: when one is drawn, all groups have read that of three turns before.
+# Notes on tickets that lie in shared memory: when one is drawn, all groups have read that of three turns before.
 TICKETS = gl.constexpr(4)
-
-
-@gluon.jit
-def _tell(COUNTER, turn, tickets, told):
-    """Draws the ticket for the next turn, for all groups of this program."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ticket = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed", scope="gpu")
-    tickets.index(turn % TICKETS).store(gl.zeros([32], gl.int32, LAYOUT) + ticket)
-    barrier()
-    mbarrier.arrive(told.index(turn % TICKETS), count=1)
-    return ticket
-
-
-@gluon.jit
-def _hear(turn, tickets, told):
-    """The ticket for the next turn."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(told.index(turn % TICKETS), (turn // TICKETS) & 1)
-    return gl.max(tickets.index(turn % TICKETS).load(LAYOUT), 0)
 
 
 @gluon.jit
@@ -105,6 +86,45 @@ def _tile(
         low, bh // num_heads, first, LENGTHS, num_queries, num_keys, 2 * OWN, ALIGN, FILTER
     )
     return low, part, bh // num_heads, bh % num_heads, start, (stop - start) // BLOCK
+
+
+@gluon.jit
+def _tell(
+    COUNTER, turn, tickets, told, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS,
+    FILTER: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """Draws the ticket for the next turn; all groups of this program hear of it, and what it is for."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ticket = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed", scope="gpu")
+    low, part, b, h, start, steps = _tile(
+        gl.minimum(ticket, blocks * parts - 1), blocks, parts, last, offset, num_heads, num_queries, num_keys,
+        first, LENGTHS, FILTER, STORE,
+    )  # fmt: skip
+    n = gl.arange(0, 32, LAYOUT)
+    note = gl.where(n == 0, ticket, gl.where(n == 1, low, gl.where(n == 2, part, b)))
+    note = gl.where(n < 4, note, gl.where(n == 4, h, gl.where(n == 5, start, steps)))
+    tickets.index(turn % TICKETS).store(note)
+    barrier()
+    mbarrier.arrive(told.index(turn % TICKETS), count=1)
+    return ticket, low, b, h, start, steps
+
+
+@gluon.jit
+def _hear(turn, tickets, told):
+    """The ticket for the next turn, and what `_tile` gives for it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(told.index(turn % TICKETS), (turn // TICKETS) & 1)
+    note = tickets.index(turn % TICKETS).load(LAYOUT)
+    ticket, low, part = _said(note, 0), _said(note, 1), _said(note, 2)
+    b, h, start, steps = _said(note, 3), _said(note, 4), _said(note, 5), _said(note, 6)
+    return ticket, low, part, b, h, start, steps
+
+
+@gluon.jit
+def _said(note, n: gl.constexpr):
+    """One of the numbers of a note, none of which is negative."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(gl.where(gl.arange(0, 32, LAYOUT) == n, note, 0), 0)
 
 
 @gluon.jit
@@ -158,7 +178,7 @@ def _copy_steps(
             fence_async_shared()
             barrier()
         else:
-            _beside(rows, s, DELTAS, SIDES).store(delta)
+            _beside(rows, s, DELTAS, SIDES).store(-delta)
         if MODE0 == 2:
             _beside(rows, s, SCALES, SIDES).store(scale)
         mbarrier.arrive(full.index(s), count=1)
@@ -178,11 +198,10 @@ def _copy(
     ) = inputs  # fmt: skip
     done, turn = 0, 0
     ticket = gl.program_id(0)
+    low, _, b, h, start, steps = _tile(
+        ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE
+    )  # fmt: skip
     while ticket < blocks * parts:
-        low, _, b, h, start, steps = _tile(
-            ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER,
-            STORE,
-        )  # fmt: skip
         line = (b * num_heads + h).to(gl.int64) * num_queries
         b0, b1 = gl.where(sqb0 == 0, 0, b), gl.where(sqb1 == 0, 0, b)
         bt = gl.where(stb == 0, 0, b)
@@ -196,7 +215,10 @@ def _copy(
                 0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
                 b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
             )  # fmt: skip
-        ticket = _tell(COUNTERS + offset + (1 if PART == 2 else 0), turn, tickets, told)
+        ticket, next_low, next_b, next_h, next_start, next_steps = _tell(
+            COUNTERS + offset + (1 if PART == 2 else 0), turn, tickets, told, blocks, parts, last, offset,
+            num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
+        )  # fmt: skip
         for own in gl.static_range(2):
             at = (turn % BUFFERS) * 2 + own
             key = low + own * OWN
@@ -214,6 +236,7 @@ def _copy(
         )  # fmt: skip
         done += steps
         turn += 1
+        low, b, h, start, steps = next_low, next_b, next_h, next_start, next_steps
 
 
 @gluon.jit
@@ -279,11 +302,10 @@ def _sum(
     done, turn = 0, 0
     key_blocks, query_blocks = _blocks(num_keys), _blocks(num_queries)
     ticket = gl.program_id(0)
+    _, _, b, h, start, steps = _tile(
+        ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE
+    )  # fmt: skip
     while ticket < blocks * parts:
-        _, _, b, h, start, steps = _tile(
-            ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER,
-            STORE,
-        )  # fmt: skip
         bh = (b * num_heads + h).to(gl.int64)
         bounds = BOUNDS + bh * 2 * query_blocks + start // BLOCK
         at = (turn % BUFFERS) * 2
@@ -341,7 +363,7 @@ def _sum(
             barrier()
             add_to(DQ, [b, h, 0, start + step * BLOCK], target)
         done += steps
-        ticket = _hear(turn, tickets, told)
+        ticket, _, _, b, h, start, steps = _hear(turn, tickets, told)
         turn += 1
     tma.store_wait(0)
 
@@ -367,19 +389,22 @@ def _span(
     for step in range(begin, end):
         s = (done + step) % STAGES
         mbarrier.wait(full.index(s), ((done + step) // STAGES) & 1)
-        none = gl.zeros([OWN, BLOCK], gl.float32, SCORES)
-        t = warpgroup_mma(k0, q0s.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
+        # Products begin with what would be added to them, or have it as columns.
+        BEGUN: gl.constexpr = HAS_COL0 and not SIDES
+        along = c[:, None].broadcast_to([OWN, BLOCK])
+        t = warpgroup_mma(k0, q0s.index(s).permute((1, 0)), along, use_acc=BEGUN, is_async=True)
         if E1 > 0:
             t = warpgroup_mma(k1, q1s.index(s).permute((1, 0)), t, is_async=True)
         if SIDES and HAS_COL0:
             t = warpgroup_mma(col, ones.permute((1, 0)), t, is_async=True)
-        dp = warpgroup_mma(v, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
+        delta = along
+        if not SIDES:
+            delta = _beside(rows, s, DELTAS, SIDES).load(ACROSS)[None, :].broadcast_to([OWN, BLOCK])
+        dp = warpgroup_mma(v, gs.index(s).permute((1, 0)), delta, use_acc=not SIDES, is_async=True)
         if SIDES:
             dp = warpgroup_mma(ones, sides.index(s).permute((1, 0)), dp, is_async=True)
         if MASK and OTHER == 1:
-            other = warpgroup_mma(
-                y, gs.index(s).permute((1, 0)), none, use_acc=False, is_async=True
-            )
+            other = warpgroup_mma(y, gs.index(s).permute((1, 0)), delta, is_async=True)
             t, dp, other = warpgroup_mma_wait(0, (t, dp, other))
         # Read before anything is waited for, where there are registers for it.
         if MODE0 == 2 and not (MASK and OTHER == 1):
@@ -389,11 +414,7 @@ def _span(
             t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
         if MODE0 == 2:
             scale = _beside(rows, s, SCALES, SIDES).load(ACROSS)[None, :]
-            if HAS_COL0 and not SIDES:
-                t += c[:, None]
             e = t * (scale * LOG2E) - lse2
-        elif HAS_COL0 and not SIDES:
-            e = t * factor + (c * factor)[:, None] - lse2
         else:
             e = t * factor - lse2
         if BANDED:
@@ -409,8 +430,6 @@ def _span(
                 seen = seen & (i[None, :] != j[:, None])
             e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)
-        if MODE0 < 2 and not SIDES:
-            delta = _beside(rows, s, DELTAS, SIDES).load(ACROSS)[None, :]
         if not (MASK and OTHER == 1):
             dp = warpgroup_mma_wait(0, (dp,))
         if PART != 2:
@@ -420,12 +439,7 @@ def _span(
                 w = gl.where(same, 0.0, p)
             weights = gl.convert_layout(w.to(DTYPE), gl.DotOperandLayout(0, SUMSV, 2))
             dv = warpgroup_mma(weights, gs.index(s), warpgroup_mma_init(dv), is_async=True)
-        if MODE0 == 2 and not SIDES:
-            delta = _beside(rows, s, DELTAS, SIDES).load(ACROSS)[None, :]
-        if SIDES:
-            u = dp * p
-        else:
-            u = (dp - delta) * p
+        u = dp * p
         if MASK:
             # A weight of zero hides what is not finite.
             u = gl.where(p == 0.0, 0.0, u)
@@ -471,26 +485,22 @@ def _span(
 
 
 @gluon.jit
-def _keys_of(
-    ticket, own, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, S0, C0, number0,
-    ss0, scb0, sch0, gc0, FILTER: gl.constexpr, STORE: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
-    HAS_COL0: gl.constexpr, SUM0: gl.constexpr, DOWN: gl.constexpr,
+def _numbers_of(
+    low, b, h, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0: gl.constexpr, HAS_COL0: gl.constexpr,
+    SUM0: gl.constexpr, DOWN: gl.constexpr,
 ):  # fmt: skip
-    """What `_tile` gives, and the numbers of these keys: their head's scale, the reference, and each one's."""
-    low, part, b, h, start, steps = _tile(
-        ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE
-    )  # fmt: skip
-    line = (b * num_heads + h).to(gl.int64) * num_queries
-    line_c = b.to(gl.int64) * scb0 + (h // gc0) * sch0
-    ref0 = _reference(C0 + line_c, SUM0)
-    head0 = 1.0
-    if MODE0 < 2:
-        head0 = _scale(S0, number0, ss0, h, line, low, low < num_keys, MODE0, LOG0)
-    j = low + own * OWN + gl.arange(0, OWN, DOWN)
+    """As they lie in memory: the head's scale, its first number per key, and those of a group's keys."""
+    col = C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0
+    scale, ref = 0.0, 0.0
+    if MODE0 == 1:
+        scale = gl.load(S0 + h * ss0)
+    if SUM0:
+        ref = gl.load(col)
     c = gl.zeros([OWN], gl.float32, DOWN)
     if HAS_COL0:
-        c = gl.load(C0 + line_c + j, mask=j < num_keys, other=0.0)
-    return low, part, b, h, start, steps, head0, ref0, c
+        j = low + own * OWN + gl.arange(0, OWN, DOWN)
+        c = gl.load(col + j, mask=j < num_keys, other=0.0)
+    return scale, ref, c
 
 
 @gluon.jit
@@ -521,17 +531,23 @@ def _multiply(
     done, turn = 0, 0
     place = num_keys - num_queries
     ticket, tiles = gl.program_id(0), blocks * parts
+    low, part, b, h, start, steps = _tile(
+        ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE
+    )  # fmt: skip
     if HELD:
-        low, part, b, h, start, steps, head0, ref0, c = _keys_of(
-            ticket, own, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, S0, C0,
-            number0, ss0, scb0, sch0, gc0, FILTER, STORE, MODE0, LOG0, HAS_COL0, SUM0, DOWN,
-        )  # fmt: skip
+        scale, ref, c = _numbers_of(
+            low, b, h, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0, HAS_COL0, SUM0, DOWN
+        )
     while ticket < tiles:
         if not HELD:
-            low, part, b, h, start, steps, head0, ref0, c = _keys_of(
-                ticket, own, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, S0, C0,
-                number0, ss0, scb0, sch0, gc0, FILTER, STORE, MODE0, LOG0, HAS_COL0, SUM0, DOWN,
-            )  # fmt: skip
+            scale, ref, c = _numbers_of(
+                low, b, h, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0, HAS_COL0, SUM0, DOWN
+            )
+        head0 = 1.0
+        if MODE0 == 0:
+            head0 = number0
+        elif MODE0 == 1:
+            head0 = _grown(scale, LOG0)
         bh = b * num_heads + h
         first_key = low + own * OWN
         line = bh.to(gl.int64) * num_queries
@@ -618,13 +634,11 @@ def _multiply(
                 end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES
             )
         done += steps
-        ticket = _hear(turn, tickets, told)
+        ticket, low, part, b_next, h_next, start, steps = _hear(turn, tickets, told)
         if HELD:
             # Numbers of the next keys are on their way while gradients of these leave.
-            low, part, b_next, h_next, start, steps, head_next, ref_next, c_next = _keys_of(
-                gl.minimum(ticket, tiles - 1), own, blocks, parts, last, offset, num_heads, num_queries, num_keys,
-                first, LENGTHS, S0, C0, number0, ss0, scb0, sch0, gc0, FILTER, STORE, MODE0, LOG0, HAS_COL0, SUM0,
-                DOWN,
+            scale_next, ref_next, c_next = _numbers_of(
+                low, b_next, h_next, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0, HAS_COL0, SUM0, DOWN
             )  # fmt: skip
         dc = gl.convert_layout(gl.sum(dcs, 1), DOWN)
         if SUMMED:
@@ -632,9 +646,17 @@ def _multiply(
             mbarrier.wait(used.index(turn % BUFFERS), (turn // BUFFERS) & 1)
         if PART != 2:
             if NORM0 or (SUMMED and WANT0):
-                x = _finite(k0.load(SUMS0).to(gl.float32))
+                x = k0.load(SUMS0).to(gl.float32)
+                if NORM0:
+                    # A key that is not finite has no norm.
+                    whole = gl.convert_layout(c, gl.SliceLayout(1, SUMS0))
+                    x = gl.where((gl.abs(whole) < float("inf"))[:, None], x, 0.0)
+                else:
+                    x = _finite(x)
             if WANT0 and MODE0 == 1:
-                share = _finite(c - ref0) * dc if SUM0 else gl.zeros([OWN], gl.float32, DOWN)
+                share = (
+                    _finite(c - _finite(ref)) * dc if SUM0 else gl.zeros([OWN], gl.float32, DOWN)
+                )
                 if SUMMED:
                     # sum_i <q_i, dq_i> is sum_j <k_j, dk_j>.
                     share += gl.convert_layout(gl.sum(dk0 * x, 1), DOWN)
@@ -658,8 +680,9 @@ def _multiply(
             store(DV, [b, h, first_key, 0], v)
         if E1 > 0 and PART != 1:
             store(DK1, [b, h, first_key, 0], k1)
+        b, h = b_next, h_next
         if HELD:
-            b, h, head0, ref0, c = b_next, h_next, head_next, ref_next, c_next
+            scale, ref, c = scale_next, ref_next, c_next
         turn += 1
         if BUFFERS == 1:
             tma.store_wait(0)

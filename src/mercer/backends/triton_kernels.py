@@ -103,15 +103,21 @@ def _bent(x, LOG: tl.constexpr):
 
 
 @triton.jit
+def _grown(x, LOG: tl.constexpr):
+    """A head's scale from its parameter, where it is one."""
+    if LOG[0] > 0:
+        log, _ = _bent(x, LOG)
+        x = tl.exp(-2.0 * log)
+    return x
+
+
+@triton.jit
 def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr, LOG: tl.constexpr):
     """The scale of a slot: a number, a number of the head, or one for each query."""
     if MODE == 0:
         out = number
     elif MODE == 1:
-        out = tl.load(tensor + h * stride)
-        if LOG[0] > 0:
-            log, _ = _bent(out, LOG)
-            out = tl.exp(-2.0 * log)
+        out = _grown(tl.load(tensor + h * stride), LOG)
     else:
         out = tl.load(tensor + line + n, mask=inside, other=0.0)
     return out

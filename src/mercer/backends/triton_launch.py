@@ -6,6 +6,7 @@ A call forms the numbers per key and per query, looks up its `Plan`, and starts 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from .triton_plan import (
     describe,
     empty,
     key_parts,
+    part_of_one,
     plan,
     processors,
     room,
@@ -69,11 +71,16 @@ def _own(own: Own | None, blank: Tensor, count: int) -> tuple[tuple[Tensor, ...]
     return (k, v, *own.also), strides, kind
 
 
-def prepare(x: Inputs, static: Static, band: Tensor, inside: bool = False) -> Numbers:
-    """Numbers per key and per query; `inside`: a kernel forms the first slot's norms itself."""
+def prepare(
+    x: Inputs, static: Static, band: Tensor, inside: bool = False, parts: int = 1
+) -> Numbers:
+    """Numbers per key and per query; `inside`: a kernel forms the first slot's norms itself.
+
+    One that takes keys by parts has no use for columns.
+    """
     cols, rows = [], []
     # float16 ends too early for columns, and float32 has no fast product.
-    spread = len(x.q) == 1 and not inside and (INTERPRETED or x.v.dtype == torch.bfloat16)
+    spread = len(x.q) == 1 and parts == 1 and (INTERPRETED or x.v.dtype == torch.bfloat16)
     columns: Tensor | None = None
     for n, slot in enumerate(static.slots):
         col, row, k = x.col[n], x.row[n], x.k[n]
@@ -160,13 +167,13 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
 
 def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
-    x = x.readable()
+    x, static = _folded(x.readable(), static)
     v = x.v
     batch, heads, num_queries = static.shape
     parts = _splits(x, static)
     first = static.slots[0]
     inside = parts > 1 and len(x.q) == 1 and first.norm and not (first.link or x.col[0].numel())
-    ready = prepare(x, static, bands.form(x.bias, static, v), inside)
+    ready = prepare(x, static, bands.form(x.bias, static, v), inside, parts)
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
     out, low, lse = forward_of(x, p, ready, parts, inside, keeps)
@@ -180,6 +187,26 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
             (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
         )  # fmt: skip
     return out, lse, low, ready
+
+
+def _folded(x: Inputs, static: Static) -> tuple[Inputs, Static]:
+    """What one query has of keys that all the batch shares becomes a number per key, formed once."""
+    (batch, heads, num_queries), (slot, *others) = static.shape, static.slots
+    if num_queries > 1 or batch == 1 or static.trains or not (others and part_of_one(static)):
+        return x, static
+    q, k = x.q[1], x.k[1]
+    if q.shape[0] > 1 or k.shape[0] > 1:
+        return x, static
+    length, width = k.shape[2:]
+    col = q.new_empty((1, heads, length), dtype=torch.float32)
+    helper(
+        "key_products", (-(-length // 64), heads, 1), {"WIDTH": room(width), "BM": 64}, (q, k, col),
+        (length, width, heads // k.shape[1], q.stride(1), k.stride(1), k.stride(2)),
+    )  # fmt: skip
+    for other in x.col:
+        col = add(col, other) if other.numel() else col
+    x = replace(x, q=x.q[:1], k=x.k[:1], scale=x.scale[:1], row=x.row[:1], col=[col])
+    return x, static._replace(slots=(slot,))
 
 
 def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
@@ -197,6 +224,9 @@ def forward_of(
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = torch.empty_like(out) if keeps else lse.new_empty(0)
+    if parts == 1 and own is None and hopper.forwards(p):
+        hopper.forward(x, p, ready, out, low, lse)
+        return out, low, lse
     given, strides, kind = _own(own, lse, 3)
     blocks = 0 if own is None else own.also[0].shape[1]
     launch = launch_of(

@@ -178,6 +178,11 @@ class Plan:
     bounded: bool  # the first slot is a distance, with no number per key beside it
     launches: dict[Any, Launch] = field(default_factory=dict)
 
+    @property
+    def still(self) -> bool:
+        """No weight of a distance is above 1; float16 has too few numbers far below it."""
+        return self.bounded and self.dtype != torch.float16
+
     def numbers(self, seed: Tensor | None) -> tuple[int | float, ...]:
         s = self.static
         drawn = 0 if seed is None else int(seed) % 2**31
@@ -263,14 +268,19 @@ def one_sided(filter: tuple[tuple[int, ...], ...]) -> bool:
     return all(clause[0] for clause in filter)
 
 
+def part_of_one(static: Static) -> bool:
+    """Whether slots are parts of one dot product."""
+    number = static.slots[0].number
+    return all(
+        s.link == 0 and s.mode == 0 and s.number == number and not s.norm for s in static.slots
+    )
+
+
 def _form(static: Static, dtype: torch.dtype) -> tuple[int, bool]:
     """How the weights are formed, and whether two slots are parts of one dot product."""
     first, *others = static.slots
     table = static.clip >= 0
-    same = bool(others) and all(
-        s.link == 0 and s.mode == 0 and s.number == first.number and not s.norm
-        for s in static.slots
-    )
+    same = bool(others) and part_of_one(static)
     if others and not same:
         return 0, False
     if first.link == 0 and (first.number > 0 if first.mode == 0 else first.norm):

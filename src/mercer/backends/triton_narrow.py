@@ -1,0 +1,242 @@
+"""The forward for Hopper, for one dot product of up to 64 features and values, without links and tables.
+
+The same sums as `triton_kernels.forward`. Its four warps ask the copy engine for all of a block of keys at
+once, wait once for all of its products, and add up masses within threads until the end: what Triton's
+compiler makes of the same loop waits four times.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .triton_hopper import BLOCK, OWN, _along, _within, barrier, load, store
+from .triton_kernels import COLUMNS, LN2, LOG2E, _down, _finite, _key_range, _scale, _visible
+
+
+@gluon.jit
+def _expect(s, fulls, E0: gl.constexpr, V: gl.constexpr, SPREAD: gl.constexpr):
+    """Says how much will be copied. Each kind has barriers of its own: less for the compiler to keep apart."""
+    of_keys, of_columns, of_values = fulls
+    mbarrier.expect(of_keys.index(s), 2 * BLOCK * E0)
+    if SPREAD:
+        mbarrier.expect(of_columns.index(s), 2 * BLOCK * COLUMNS)
+    mbarrier.expect(of_values.index(s), 2 * BLOCK * V)
+
+
+@gluon.jit
+def _copy(at, s, sources, targets, fulls, batches, heads, SPREAD: gl.constexpr):
+    """Has a block of keys copied, their numbers as columns, and their values."""
+    for kind in gl.static_range(3):
+        if kind != 1 or SPREAD:
+            place = [batches[kind], heads[kind], at, 0]
+            load(sources[kind], place, fulls[kind].index(s), targets[kind].index(s))
+
+
+@gluon.jit
+def _weights(t, peak, rate, MODE0: gl.constexpr, STILL: gl.constexpr):
+    """Weights of scores, the peak that they count from, and how far that moved. STILL: it does not."""
+    if STILL:
+        higher, shrink = peak, peak
+        p = gl.exp2(t * _down(rate, MODE0) - peak[:, None])
+    else:
+        higher = gl.maximum(peak, gl.max(t, 1) * rate)
+        base = gl.where(higher == float("-inf"), 0.0, higher)
+        p = gl.exp2(t * _down(rate, MODE0) - base[:, None])
+        shrink = gl.exp2(peak - base)
+    return p, higher, shrink
+
+
+@gluon.jit(do_not_specialize=["num_heads", "first", "seed"])
+def forward(
+    Q0, K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE,
+    sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
+    num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
+    seed, number0, number1, dropout,
+    E0: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr, FILTER: gl.constexpr,
+    SIMPLE: gl.constexpr, HAS_LOW: gl.constexpr, SPREAD: gl.constexpr, STILL: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """out and log_mass of 64 queries of one head.
+
+    K1: numbers per key as columns, where SPREAD. STILL: no weight is above that of no distance. Values are
+    taken to be finite, and with STILL weights of a row not to vanish all; a block where not is done again.
+    """
+    HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    DTYPE: gl.constexpr = Q0.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    FEATURES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E0, 16])
+    DOWN: gl.constexpr = gl.SliceLayout(1, SCORES)
+    ACROSS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    bh = gl.program_id(1)
+    b, h = bh // num_heads, bh % num_heads
+    # Late blocks of a causal filter have the most to do: they start first.
+    block = gl.num_programs(0) - 1 - gl.program_id(0)
+    place = num_keys - num_queries
+    low = block * OWN + place
+    high = gl.minimum(block * OWN + OWN, num_queries) - 1 + place
+    start, stop, sure_start, sure_stop = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
+    start = gl.maximum(start, 0) // BLOCK * BLOCK
+    stop = gl.maximum(stop, start)
+    steps = (stop - start + BLOCK - 1) // BLOCK
+    if not SIMPLE:
+        sure_start = stop
+    k0s = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, E0], HALF)
+    vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, V], HALF)
+    cols = k0s
+    if SPREAD:
+        cols = gl.allocate_shared_memory(
+            DTYPE, [STAGES, BLOCK, COLUMNS], gl.NVMMASharedLayout(32, 16)
+        )
+    full0 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full2 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
+    mbarrier.init(ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full0.index(stage), count=1)
+        mbarrier.init(full1.index(stage), count=1)
+        mbarrier.init(full2.index(stage), count=1)
+    fence_async_shared()
+    barrier()
+    # Queries come where the last of the first values will, and leave for registers.
+    q0 = vs.index(STAGES - 1)
+    mbarrier.expect(ready, 2 * OWN * E0)
+    load(Q0, [gl.where(sqb0 == 0, 0, b), h, block * OWN, 0], ready, q0)
+    sources, targets, fulls = (K0, K1, V_), (k0s, cols, vs), (full0, full1, full2)
+    batches = gl.where(skb0 == 0, 0, b), gl.where(skb1 == 0, 0, b), gl.where(svb == 0, 0, b)
+    heads = h // group0, h // group1, h // group_v
+    for stage in gl.static_range(STAGES - 1):
+        if stage < steps:
+            _expect(stage, fulls, E0, V, SPREAD)
+            _copy(start + stage * BLOCK, stage, sources, targets, fulls, batches, heads, SPREAD)
+    n = block * OWN + gl.arange(0, OWN, DOWN)
+    inside = n < num_queries
+    i = n + place
+    line = bh.to(gl.int64) * num_queries
+    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
+    rate = scale0 * LOG2E
+    q1 = cols
+    if SPREAD:
+        THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+        q1 = gl.full([OWN, COLUMNS], 1.0, gl.float32, THIN)
+        # The fourth is for gradients.
+        q1 = gl.where(_along(THIN) < 3, q1, 0.0).to(DTYPE)
+        q1 = gl.convert_layout(q1, gl.DotOperandLayout(0, SCORES, 2))
+    mbarrier.wait(ready, 0)
+    peak = gl.full([OWN], float("-inf"), gl.float32, DOWN)
+    if STILL:
+        # Of a key at no distance.
+        x = q0.load(FEATURES).to(gl.float32)
+        peak = 0.5 * gl.convert_layout(gl.sum(x * x, 1), DOWN) * rate
+    q = q0.load(gl.DotOperandLayout(0, SCORES, 2))
+    fence_async_shared()
+    barrier()
+    none = gl.zeros([OWN, BLOCK], gl.float32, SCORES)
+    masses = _within(none)
+    acc = warpgroup_mma_init(gl.zeros([OWN, V], gl.float32, SUMS))
+    for step in range(steps):
+        s = step % STAGES
+        first_key = start + step * BLOCK
+        phase = (step // STAGES) & 1
+        mbarrier.wait(full0.index(s), phase)
+        t = warpgroup_mma(q, k0s.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
+        if SPREAD:
+            mbarrier.wait(full1.index(s), phase)
+            t = warpgroup_mma(q1, cols.index(s).permute((1, 0)), t, is_async=True)
+        t, done = warpgroup_mma_wait(0, (t, acc))
+        ahead = step - 1 + STAGES
+        if ahead < steps:
+            _expect(ahead % STAGES, fulls, E0, V, SPREAD)
+        # Now all are done with the block before.
+        barrier()
+        if ahead < steps:
+            _copy(
+                start + ahead * BLOCK, ahead % STAGES, sources, targets, fulls, batches, heads, SPREAD
+            )  # fmt: skip
+        if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
+            j = first_key + gl.arange(0, BLOCK, ACROSS)
+            seen = _visible(
+                i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER
+            )
+            t = gl.where(seen, t, float("-inf"))
+        p, peak, shrink = _weights(t, peak, rate, MODE0, STILL)
+        if not STILL:
+            THREADS: gl.constexpr = gl.SliceLayout(1, masses.type.layout)
+            masses = masses * gl.convert_layout(shrink, THREADS)[:, None]
+            done = done * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+        masses += _within(p)
+        mbarrier.wait(full2.index(s), phase)
+        acc = warpgroup_mma(
+            gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2)), vs.index(s),
+            warpgroup_mma_init(done), is_async=True,
+        )  # fmt: skip
+    acc = warpgroup_mma_wait(0, (acc,))
+    mass = gl.convert_layout(gl.sum(masses, 1), DOWN)
+    # NaN where a sum is not finite.
+    fine = gl.convert_layout(gl.sum(acc * 0.0, 1), DOWN) == 0.0
+    if STILL:
+        fine = fine & (mass > 1e-30)
+    if gl.min((fine | (n >= num_queries)).to(gl.int32), 0) == 0:
+        acc = gl.zeros([OWN, V], gl.float32, SUMS)
+        mass = gl.zeros([OWN], gl.float32, DOWN)
+        peak = gl.full([OWN], float("-inf"), gl.float32, DOWN)
+        # All of the first stage's copies have come; these go on with its barrier.
+        come = (steps + STAGES - 1) // STAGES
+        for step in range(steps):
+            barrier()
+            _expect(0, fulls, E0, V, SPREAD)
+            barrier()
+            _copy(start + step * BLOCK, 0, sources, targets, fulls, batches, heads, SPREAD)
+            for kind in gl.static_range(3):
+                if kind != 1 or SPREAD:
+                    mbarrier.wait(fulls[kind].index(0), (come + step) & 1)
+            t = warpgroup_mma(q, k0s.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
+            if SPREAD:
+                t = warpgroup_mma(q1, cols.index(0).permute((1, 0)), t, is_async=True)
+            t = warpgroup_mma_wait(0, (t,))
+            # A value that is not finite must not meet a weight of zero: 0 times NaN is NaN.
+            x = vs.index(0).load(SUMS).to(gl.float32)
+            whole = gl.min((gl.abs(x) < float("inf")).to(gl.int32), 1) > 0
+            vs.index(0).store(_finite(x).to(DTYPE))
+            fence_async_shared()
+            barrier()
+            whole = gl.convert_layout(whole, ACROSS)
+            t = gl.where(whole[None, :], t, float("nan"))
+            j = start + step * BLOCK + gl.arange(0, BLOCK, ACROSS)
+            seen = _visible(
+                i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER
+            )
+            p, peak, shrink = _weights(gl.where(seen, t, float("-inf")), peak, rate, MODE0, False)
+            mass = mass * shrink + gl.sum(p, 1)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+            acc = warpgroup_mma(
+                gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2)), vs.index(0), acc
+            )
+            fence_async_shared()
+    empty = mass == 0.0
+    safe = gl.where(empty, 1.0, mass)
+    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, SUMS))[:, None]
+    lse = gl.where(empty, float("-inf"), LN2 * (gl.where(empty, 0.0, peak) + gl.log2(safe)))
+    gl.store(LSE + line + n, lse, mask=inside)
+    rounded = out.to(DTYPE)
+    # What was copied in leaves room for what is copied out.
+    barrier()
+    vs.index(0).store(rounded)
+    if HAS_LOW:
+        vs.index(1).store((out - rounded.to(gl.float32)).to(DTYPE))
+    fence_async_shared()
+    barrier()
+    store(OUT, [b, h, block * OWN, 0], vs.index(0))
+    if HAS_LOW:
+        store(LOW, [b, h, block * OWN, 0], vs.index(1))
+    tma.store_wait(0)
