@@ -307,3 +307,75 @@ def test_float32_and_links_are_left_to_the_other_pass(monkeypatch):
     monkeypatch.setattr(hopper, "MANY_KEYS", 1)
     for kernel, dtype in ((mc.RBF(8.0), torch.float32), (mc.Laplace(8.0), torch.bfloat16)):
         Case(kernel.to(DEVICE), mc.Causal(), LONG, 64, 0, dtype, "cuda").run("triton")
+
+
+FORWARD = ["plain", "plain-narrow", *SUMMED]
+PLAIN = ["plain", "plain-narrow", "summed-full"]
+
+
+def forwards(case, monkeypatch):
+    """(What the forward of few features gives, what the other gives), and float64's."""
+    ran, found = [], []
+    inner = hopper.forward
+    monkeypatch.setattr(hopper, "forward", lambda *a: (ran.append(1), inner(*a))[1])
+    for given in (True, False):
+        monkeypatch.setattr(tapes, "_tapes", {})
+        if not given:
+            monkeypatch.setattr(hopper, "forwards", lambda p: False)
+        found.append(case.run("triton", log_mass=True))
+        assert len(ran) == 1
+    return *found, case.run("reference", log_mass=True, wide=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in FORWARD), *((name, torch.float16) for name in PLAIN)],
+    ids=str,
+)
+def test_the_forward_gives_what_the_other_gives(name, dtype, monkeypatch):
+    make, dim, filter, shape = CASES[name]
+    torch.manual_seed(0)
+    case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
+    got, other, want = forwards(case, monkeypatch)
+    for what in ("out", "log_mass"):
+        x, finite = want[what], want[what].isfinite()
+        assert torch.equal(got[what].isneginf(), x.isneginf()), what
+        error, usual = ((y[what].double() - x)[finite].norm().item() for y in (got, other))
+        size = x[finite].norm().item()
+        assert error <= 1.1 * usual + 1e-5 * size, f"{what}: {error:.2e}, other {usual:.2e}"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["summed", "summed-scales", "summed-full"])
+def test_hidden_values_that_are_not_finite_leave_the_forward_alone(name, value):
+    make, dim, _, _ = CASES[name]
+    torch.manual_seed(0)
+    kernel, filter = make(dim).to(DEVICE), mc.Causal() & mc.Padding([211, 300])
+    q, k, v = (torch.randn(2, 2, 300, 64, device=DEVICE).bfloat16() for _ in range(3))
+    with torch.no_grad():
+        want = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)
+        v[0, :, 211:] = value
+        got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)
+        assert all(
+            torch.allclose(x, y, rtol=2e-2, atol=1e-2) for x, y in zip(got, want, strict=True)
+        )
+        v[1, 1, 250, 5] = value
+        out = mc.smooth(kernel, q, k, v, filter=filter, backend="triton")
+    assert out[1, 1, 250:].isnan().all()
+    out[1, 1, 250:] = 0.0
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["summed", "summed-scales"])
+def test_queries_far_from_all_keys_have_weights(name):
+    make, dim, filter, _ = CASES[name]
+    torch.manual_seed(0)
+    kernel = make(dim).to(DEVICE)
+    q, k, v = (torch.randn(1, 2, 300, 64, device=DEVICE).bfloat16() for _ in range(3))
+    q[:, :, 100:110] *= 30.0
+    with torch.no_grad():
+        got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton")
+        wide = (x.double() for x in (q, k, v))
+        want = mc.smooth(kernel.double(), *wide, filter=filter, backend="reference")
+    assert (got.double() - want).abs().max() < 0.05
+    assert got[:, :, 100:110].abs().max() > 0.1
