@@ -43,6 +43,8 @@ LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
 # pass over the keys for each slot.
 ROOM = 512
+# With fewer keys, what one query has of them is not worth a kernel of its own.
+MANY_KEYS = 1024
 
 
 class Own(NamedTuple):
@@ -195,7 +197,7 @@ def _folded(x: Inputs, static: Static) -> tuple[Inputs, Static]:
     if num_queries > 1 or batch == 1 or static.trains or not (others and part_of_one(static)):
         return x, static
     q, k = x.q[1], x.k[1]
-    if q.shape[0] > 1 or k.shape[0] > 1:
+    if q.shape[0] > 1 or k.shape[0] > 1 or k.shape[2] < MANY_KEYS:
         return x, static
     length, width = k.shape[2:]
     col = q.new_empty((1, heads, length), dtype=torch.float32)
