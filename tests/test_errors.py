@@ -34,6 +34,7 @@ def smooth(kernel=None, q=X, k=X, v=X, **options):
         (lambda: smooth(v=X.double()), "one dtype, but came as .*float64"),
         (lambda: smooth(v=X.to("meta")), "one device, but are on .*meta"),
         (lambda: smooth(mc.RBF().to("meta")), "one device, but are on .*kernel.log_bandwidth"),
+        (lambda: smooth(mc.ALiBi([0.1, 0.2]).to("meta")), "one device, but are on .*kernel.slopes"),
         (lambda: smooth(mc.RBF(heads=3)), "bandwidths for 3 heads, but the queries have 4"),
         (lambda: smooth(mc.ALiBi([1.0])), "slopes for 1 heads, but the queries have 4"),
         (lambda: smooth(mc.Buckets(torch.zeros(8, 2))), "table for 2 heads, but .* have 4"),

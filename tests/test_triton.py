@@ -188,9 +188,10 @@ def test_hidden_keys_that_are_not_finite_leave_gradients_of_keys_alone(kernel):
 @pytest.mark.parametrize("name", ["rbf", "adaptive"])
 def test_queries_that_are_far_from_all_keys(name, filter, dtype):
     """The forward counts from a key at no distance, beside which all their weights vanish."""
-    torch.manual_seed(0)
+    # The same numbers on every device; of others, see the next test.
+    draw = torch.Generator().manual_seed(0)
     kernel, shown = KERNELS[name]().to(DEVICE), FILTERS[filter]()
-    given = [torch.randn(2, HEADS, 11, DIM, device=DEVICE) for _ in range(3)]
+    given = [torch.randn(2, HEADS, 11, DIM, generator=draw).to(DEVICE) for _ in range(3)]
     given, wide = far(given, dtype)
     ways = set()
     with launches.heard(lambda launch, *_: ways.add(launch.constants.get("FAST"))):
@@ -503,7 +504,7 @@ def test_places_that_a_batch_shares_are_numbers_per_key_to_one_query(
 
     kernel = mc.Exponential() * mc.Exponential(on="position")
     if alibi:
-        kernel = kernel * mc.ALiBi([0.01, 0.02, 0.03, 0.04])
+        kernel = (kernel * mc.ALiBi([0.01, 0.02, 0.03, 0.04])).to(DEVICE)
     q = mc.Features(content=normal(3, 4, queries, DIM), position=normal(batches[0], 4, queries, 8))
     k = mc.Features(
         content=normal(3, groups, 1500, DIM), position=normal(batches[1], groups, 1500, 8)

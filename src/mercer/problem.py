@@ -170,11 +170,12 @@ def _batch(q: Features, k: Features, v: Tensor) -> int:
 
 
 def _check_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> None:
-    tensors = (*q.tensors(), *k.tensors(), *kernel.parameters())
+    tensors = (*q.tensors(), *k.tensors(), *kernel.parameters(), *kernel.buffers())
     if all(x.device == v.device for x in tensors):
         return
     devices = {name: str(x.device) for name, x in _named(q, k, v)}
-    devices |= {f"kernel.{name}": str(p.device) for name, p in kernel.named_parameters()}
+    own = (*kernel.named_parameters(), *kernel.named_buffers())
+    devices |= {f"kernel.{name}": str(x.device) for name, x in own}
     if len(set(devices.values())) > 1:
         raise ValueError(f"q, k, v and the kernel must be on one device, but are on {devices}")
 
