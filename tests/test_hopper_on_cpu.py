@@ -17,6 +17,8 @@ LOG2E = math.log2(math.e)
 CAUSAL = (1, -1, -1, -1, 0, 0, 0, 0, 0, 0)
 WINDOW = (1, 69, -1, -1, 0, 0, 0, 0, 0, 0)
 PADDING = (1, -1, -1, -1, 0, 0, 0, 1, 0, 0)
+# So long that no block of queries meets both of its ends; and the same with an end after the key.
+LONG, AHEAD = (1, 200, -1, -1, 0, 0, 0, 0, 0, 0), (0, 180, 20, -1, 0, 0, 0, 1, 0, 0)
 # A distance whose gradients come from one pass, with its norms as columns of products.
 COLUMNS = {"SUMMED": True, "SIDES": True, "NORM0": True, "HAS_COL0": True, "WANT0": True}
 
@@ -25,6 +27,9 @@ CASES = {
     "full": {"filter": (0, *CAUSAL[1:])},
     "window": {"filter": WINDOW},
     "padding": {"filter": PADDING},
+    "long-window": {"filter": LONG, "length": 420},
+    "long-window-of-whole-blocks": {"filter": LONG, "length": 384, "HELD": True},
+    "long-window-ahead": {"filter": AHEAD, "length": 420},
     "masked-throughout": {"filter": WINDOW, "SIMPLE": False},
     "distance": {"NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
     "number-per-key": {"HAS_COL0": True, "SAVE_COL0": True},
@@ -80,10 +85,12 @@ class Call:
 
     def seen(self):
         i, j = torch.arange(self.length)[:, None], torch.arange(self.length)
-        causal, left, *_, padded, _, _ = self.filter
+        causal, left, right, *_, padded, _, _ = self.filter
         seen = (i - j >= 0) if causal else torch.ones(self.length, self.length, dtype=torch.bool)
         if left >= 0:
             seen = seen & (i - j <= left)
+        if right >= 0:
+            seen = seen & (j - i <= right)
         if self.flags["OTHER"] == 2:
             seen = seen & (i != j)
         seen = seen.expand(BATCH, 1, -1, -1)
@@ -392,6 +399,8 @@ FORWARDS = {
     "plain": {},
     "window": {"filter": WINDOW, "HAS_LOW": True},
     "masked-throughout": {"filter": WINDOW, "SIMPLE": False},
+    "long-window": {"filter": LONG, "length": 330},
+    "long-window-of-a-distance": {**NEAR, "filter": LONG, "length": 394},
     "padding": {"filter": PADDING},
     "number-per-key": {"SPREAD": True, "filter": WINDOW},
     "distance": {**NEAR, "filter": WINDOW},
@@ -410,8 +419,9 @@ def test_the_forward_gives_what_softmax_does(name, stages):
     filter, far, hidden = (
         flags.pop(n, x) for n, x in (("filter", CAUSAL), ("far", 0), ("hidden", 0))
     )
-    call, queries = Call(filter=filter), 140
-    place = LENGTH - queries
+    length = flags.pop("length", LENGTH)
+    call, place = Call(filter=filter, length=length), 10
+    queries = length - place
     q, v = call.q[:, :, place:].contiguous(), call.v.clone()
     if far:
         # All weights of these vanish beside that of no distance.
@@ -425,7 +435,7 @@ def test_the_forward_gives_what_softmax_does(name, stages):
     scores = (scores * each).masked_fill(~seen, -math.inf)
     want, mass = scores.softmax(-1) @ v, scores.logsumexp(-1)
     if hidden:
-        v[1, :, LENGTH // 3 :] = math.nan
+        v[1, :, length // 3 :] = math.nan
     columns = torch.zeros(*call.col.shape, 16)
     columns[..., 0], columns[..., 3] = call.col, float(flags["MODE0"] == 2)
     out, low = (torch.full_like(q, math.nan) for _ in range(2))
@@ -435,7 +445,7 @@ def test_the_forward_gives_what_softmax_does(name, stages):
         "V_": Descriptor(v), "S0": Pointer(scale), "LENGTHS": Pointer(call.lengths),
         "OUT": Descriptor(out), "LOW": Descriptor(low), "LSE": Pointer(lse), "ss0": 1,
         "num_heads": HEADS, "group0": 1, "group1": 1, "group_v": 1, "number0": 0.5,
-        "num_queries": torch.tensor(queries), "num_keys": torch.tensor(LENGTH), "FILTER": (filter,),
+        "num_queries": torch.tensor(queries), "num_keys": torch.tensor(length), "FILTER": (filter,),
         "E0": DIM, "V": DIM, "LOG0": (0, 0.0, 0.0, 0.0, 1.0), "STAGES": stages, **flags,
     }  # fmt: skip
     given |= dict.fromkeys(("sqb0", "skb0", "skb1", "svb"), 1)
