@@ -70,6 +70,22 @@ def test_figures_are_positive_and_relative_to_sdpa():
     assert row.memory_bytes is None
 
 
+@pytest.mark.parametrize("name", peers.SCORED)
+def test_flex_attention_gets_the_weights_of_a_kernel(name, monkeypatch):
+    monkeypatch.setattr(peers.flex, "run", chunked.run)
+    given = workload().inputs(name)
+    peer = peers.FlexScored(name)
+    assert torch.allclose(peer.smooth(given), peer.exact(given), atol=1e-5)
+
+
+def test_flex_attention_stands_beside_the_kernels_that_were_asked_for(monkeypatch):
+    monkeypatch.setattr(peers.flex, "run", chunked.run)
+    monkeypatch.setattr(peers.Flex, "available", lambda *_: None)
+    rows = measure.measure(settings(kernels="rbf,alibi,laplace", peers="flex-scored"))
+    names = [row.name for row in rows if "Flex" in row.name]
+    assert names == ["alibi, FlexAttention", "laplace, FlexAttention"]
+
+
 @pytest.mark.parametrize("filter", ["full", "causal", "window:9", "window:3:2", "strided:5"])
 def test_only_visible_pairs_are_counted(filter):
     w = workload(batch=3, length=40, filter=filter)

@@ -17,11 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..backends import flex
 from ..filters import Causal, Full
 from ..kernels import RBF
+from ..problem import prepare
 from ..term import accumulator
 from .contenders import Contender, refuse_to_swap
 from .workload import Inputs
+
+# Kernels of one dot product that FlexAttention has no peer of its own for.
+SCORED = (
+    "alibi", "adaptive", "product", "relative-sinusoid", "lookup", "buckets", "polynomial",
+    "rational", "laplace", "matern",
+)  # fmt: skip
 
 
 class Peer(Contender):
@@ -112,6 +120,26 @@ class FlexRBF(Flex):
 
         scaled = (q.float() * precision[:, None, None]).to(q.dtype)
         return self.attend(scaled, k, given, score_mod=add_bias, scale=1.0)
+
+
+class FlexScored(Flex):
+    """Another kernel by FlexAttention: what is not a dot product is a change of scores.
+
+    It is the backend `flex`, which refuses where a captured tensor needs a gradient: torch sums
+    that up by atomics. Here it may, since it is what one would write without this library.
+    """
+
+    key = "flex-scored"
+    trains = True
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        self.kernel, self.name = kernel, f"{kernel}, FlexAttention"
+
+    def smooth(self, given: Inputs) -> Tensor:
+        options = (given.filter, 0.0, False, "flex")
+        (task,) = prepare(given.kernel, given.q, given.k, given.v, *options).tasks()
+        return flex.run(task).out
 
 
 class Eager(Peer):
@@ -215,6 +243,7 @@ def build() -> list[Peer]:
         SDPA("sdpa-efficient", " efficient", SDPBackend.EFFICIENT_ATTENTION),
         Flex(),
         FlexRBF(),
+        *(FlexScored(kernel) for kernel in SCORED),
         Eager("eager-cdist", "cdist", by_matmul=False),
         Eager("eager-matmul", "cdist by matmul", by_matmul=True),
         XTransformers(),
@@ -223,7 +252,7 @@ def build() -> list[Peer]:
     ]
 
 
-PEERS = tuple(peer.key for peer in build())
+PEERS = tuple(dict.fromkeys(peer.key for peer in build()))
 
 
 def _bandwidth(given: Inputs) -> Tensor:
