@@ -70,20 +70,34 @@ def test_figures_are_positive_and_relative_to_sdpa():
     assert row.memory_bytes is None
 
 
-@pytest.mark.parametrize("name", peers.SCORED)
-def test_flex_attention_gets_the_weights_of_a_kernel(name, monkeypatch):
+@pytest.fixture
+def flex_attention(monkeypatch):
+    """Something in place of it that runs here."""
     monkeypatch.setattr(peers.flex, "run", chunked.run)
+    monkeypatch.setattr(peers.flex, "_refuses_place", lambda task: None)
+    monkeypatch.setattr(peers.FlexScored, "available", lambda *_: None)
+
+
+@pytest.mark.usefixtures("flex_attention")
+@pytest.mark.parametrize("name", peers.SCORED)
+def test_flex_attention_gets_the_weights_of_a_kernel(name):
     given = workload().inputs(name)
     peer = peers.FlexScored(name)
     assert torch.allclose(peer.smooth(given), peer.exact(given), atol=1e-5)
 
 
-def test_flex_attention_stands_beside_the_kernels_that_were_asked_for(monkeypatch):
-    monkeypatch.setattr(peers.flex, "run", chunked.run)
-    monkeypatch.setattr(peers.Flex, "available", lambda *_: None)
+@pytest.mark.usefixtures("flex_attention")
+def test_flex_attention_stands_beside_the_kernels_that_were_asked_for():
     rows = measure.measure(settings(kernels="rbf,alibi,laplace", peers="flex-scored"))
     names = [row.name for row in rows if "Flex" in row.name]
     assert names == ["alibi, FlexAttention", "laplace, FlexAttention"]
+
+
+@pytest.mark.usefixtures("flex_attention")
+def test_what_flex_attention_does_not_take_is_refused():
+    given = settings(kernels="product", peers="flex-scored", shapes="1x2x64x160")
+    *_, row = measure.measure(given)
+    assert row.problem == "refuses: a part has 320 features, more than 256"
 
 
 @pytest.mark.parametrize("filter", ["full", "causal", "window:9", "window:3:2", "strided:5"])

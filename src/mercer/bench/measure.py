@@ -20,7 +20,7 @@ from torch import Tensor
 from .check import check
 from .clock import Clock
 from .contenders import Contender, Ours
-from .peers import SDPA, FlexScored, build
+from .peers import SDPA, build
 from .settings import Settings
 from .workload import BACKWARD, Inputs, Workload
 
@@ -79,7 +79,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     """All rows, as they come."""
     for workload in settings.workloads:
         flops = workload.flops()
-        peers = [p for p in build() if p.available(workload.device) is None]
+        peers = [p for p in build(settings.kernels) if p.available(workload.device) is None]
         yardsticks: list[Row] = []
         try:
             for peer in peers:
@@ -90,10 +90,6 @@ def measure(settings: Settings) -> Iterator[Row]:
             yield from [row.beside(yardsticks) for row in yardsticks]
         ours = [Ours(kernel, b) for kernel in settings.kernels for b in settings.backends]
         others = [p for p in peers if p.key in settings.peers and not isinstance(p, SDPA)]
-        # One for each kernel: beside those that were asked for.
-        others = [
-            p for p in others if p.kernel in settings.kernels or not isinstance(p, FlexScored)
-        ]
         for contender in (*ours, *others):
             yield measure_row(contender, workload, settings, flops).beside(yardsticks)
 

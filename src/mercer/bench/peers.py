@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -85,7 +86,7 @@ class Flex(Peer):
         self.compiled: Any = None
 
     def available(self, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "torch has no backward for it on CPU"
+        return _untrained(device)
 
     def attend(self, q: Tensor, k: Tensor, given: Inputs, **arguments: Any) -> Tensor:
         if self.compiled is None:
@@ -122,7 +123,7 @@ class FlexRBF(Flex):
         return self.attend(scaled, k, given, score_mod=add_bias, scale=1.0)
 
 
-class FlexScored(Flex):
+class FlexScored(Peer):
     """Another kernel by FlexAttention: what is not a dot product is a change of scores.
 
     It is the backend `flex`, which refuses where a captured tensor needs a gradient: torch sums
@@ -133,12 +134,18 @@ class FlexScored(Flex):
     trains = True
 
     def __init__(self, kernel: str) -> None:
-        super().__init__()
         self.kernel, self.name = kernel, f"{kernel}, FlexAttention"
+
+    def available(self, device: torch.device) -> str | None:
+        return _untrained(device)
 
     def smooth(self, given: Inputs) -> Tensor:
         options = (given.filter, 0.0, False, "flex")
         (task,) = prepare(given.kernel, given.q, given.k, given.v, *options).tasks()
+        with torch.no_grad():
+            why = flex.refuses(task)
+        if why is not None:
+            raise ValueError(why)
         return flex.run(task).out
 
 
@@ -234,8 +241,11 @@ class KeOps(Peer):
         return out
 
 
-def build() -> list[Peer]:
-    """Every peer, fresh; those of torch's own operator come first."""
+def build(kernels: Sequence[str] = SCORED) -> list[Peer]:
+    """Every peer, fresh; those of torch's own operator come first.
+
+    `kernels`: beside which of them FlexAttention stands, too, where that is a row for each.
+    """
     return [
         SDPA("sdpa", ""),
         SDPA("sdpa-cudnn", " cuDNN", SDPBackend.CUDNN_ATTENTION),
@@ -243,7 +253,7 @@ def build() -> list[Peer]:
         SDPA("sdpa-efficient", " efficient", SDPBackend.EFFICIENT_ATTENTION),
         Flex(),
         FlexRBF(),
-        *(FlexScored(kernel) for kernel in SCORED),
+        *(FlexScored(kernel) for kernel in SCORED if kernel in kernels),
         Eager("eager-cdist", "cdist", by_matmul=False),
         Eager("eager-matmul", "cdist by matmul", by_matmul=True),
         XTransformers(),
@@ -253,6 +263,11 @@ def build() -> list[Peer]:
 
 
 PEERS = tuple(dict.fromkeys(peer.key for peer in build()))
+
+
+def _untrained(device: torch.device) -> str | None:
+    """Why FlexAttention cannot train on this device."""
+    return None if device.type == "cuda" else "torch has no backward for it on CPU"
 
 
 def _bandwidth(given: Inputs) -> Tensor:
