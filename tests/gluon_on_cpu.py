@@ -7,6 +7,7 @@ seen.
 """
 
 import builtins
+import inspect
 import queue
 import random
 import re
@@ -133,18 +134,12 @@ def bits(x, dtype):
     return (x if x.is_floating_point() else x.to(torch.int32)).view(dtype)
 
 
-def rounded(code, constraints, given, dtype, pure, pack):
-    """The one instruction that kernels have in so many words."""
-    assert code.startswith("cvt.rni.s32.f32")
-    return given[0].round().to(dtype)
-
-
 class Engine:
     """Copies, each done after a while, in any order; and what a thread has not waited for."""
 
     def __init__(self, seed):
         self.random, self.local, self.open = random.Random(seed), threading.local(), queue.Queue()
-        self.lock = threading.Lock()
+        self.lock, self.all_stores = threading.Lock(), []
 
     def pause(self, longest=0.001):
         with self.lock:
@@ -172,20 +167,42 @@ class Engine:
         target.data.fill_(float("nan"))
         self._later(work)
 
-    def store(self, descriptor, at, source):
-        at = [int(n) for n in at]
-        # Longer than a group takes for a few blocks, at times; so below.
-        thread = self._later(lambda: descriptor.write(at, source.data), longest=0.03)
-        self.stores().append(thread)
-
-    def add(self, descriptor, at, source):
-        at = [int(n) for n in at]
+    def store(self, descriptor, at, source, add=False):
+        at, left = [int(n) for n in at], threading.Event()
 
         def work():
+            found = source.data.clone()
+            left.set()
+            # It has left, but lies in memory only later.
+            self.pause(longest=0.03)
             with ADDING:
-                descriptor.write(at, source.data, add=True)
+                descriptor.write(at, found, add)
 
-        self.stores().append(self._later(work, longest=0.03))
+        # Longer than a group takes for a few blocks, at times.
+        thread = self._later(work, longest=0.03)
+        self.stores().append((left, thread))
+        self.all_stores.append(thread)
+
+    def add(self, descriptor, at, source):
+        self.store(descriptor, at, source, add=True)
+
+    def instruction(self, code, constraints, given, dtype, pure, pack):
+        """Those that kernels have in so many words."""
+        if code.startswith("cvt.rni.s32.f32"):
+            return given[0].round().to(dtype)
+        if code.startswith("ld.relaxed.gpu"):
+            self.pause()
+            return load(given[0])
+        assert code.startswith("cp.async.bulk.wait_group 0")
+        for _, thread in self.stores():
+            thread.join()
+        self.stores().clear()
+        return None
+
+    def finish(self):
+        """When a kernel ends, all that it has stored lies in memory."""
+        for thread in self.all_stores:
+            thread.join()
 
     def atomic_add(self, pointer, x, sem, scope):
         """What was there before."""
@@ -203,7 +220,7 @@ class Engine:
 
     def store_wait(self, pending):
         while len(self.stores()) > pending:
-            self.stores().pop(0).join()
+            self.stores().pop(0)[0].wait()
 
     def multiply(self, a, b, acc, use_acc=True, is_async=False):
         self.stores()
@@ -262,7 +279,7 @@ def module(name, programs, seed):
         exp2=torch.exp2, log2=torch.log2, sum=torch.sum, max=torch.amax, min=torch.amin,
         sqrt=torch.sqrt, trans=torch.t,
         float32=torch.float32, int32=torch.int32, uint32=torch.uint32, int64=torch.int64,
-        bits=bits, inline_asm_elementwise=rounded,
+        bits=bits, inline_asm_elementwise=engine.instruction,
         arange=lambda a, b, _=None: torch.arange(a, b),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape, dtype=dtype),
         full=lambda shape, x, dtype, _=None: torch.full(shape, x, dtype=dtype),
@@ -323,5 +340,13 @@ def module(name, programs, seed):
         return sources[name]
 
     found = read(name)
-    found.place = place
+
+    def run(kernel, given, program=0, row=0):
+        """One program of a kernel; what is not given is 0."""
+        place.id, place.row = program, row
+        fn = getattr(found, kernel)
+        fn(**{name: given.get(name, 0) for name in inspect.signature(fn).parameters})
+        engine.finish()
+
+    found.place, found.run = place, run
     return found

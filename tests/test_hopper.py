@@ -265,6 +265,30 @@ def test_programs_go_on_with_other_keys(name, rounds, monkeypatch):
     assert all(torch.equal(got[name], in_turn[name]) for name in got)
 
 
+@pytest.mark.parametrize("filter", [mc.Window(1024, 0), mc.Causal()], ids=["window", "causal"])
+@pytest.mark.parametrize("name", ALIKE_OR_EACH)
+def test_sums_begin_without_zeros(name, filter, monkeypatch):
+    """What others add waits for what keys at a query's place store."""
+    # Some blocks more than a multiple of the processors there are.
+    like = {"device": DEVICE, "dtype": torch.bfloat16}
+    given = [torch.randn(2, 8, 4500, 64, **like) for _ in range(4)]
+    inputs, kernel = [x.requires_grad_() for x in given[:3]], ALIKE_OR_EACH[name]().to(DEVICE)
+
+    def results():
+        monkeypatch.setattr(triton_plan, "_plans", {})
+        monkeypatch.setattr(tapes, "_tapes", {})
+        out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
+        return torch.autograd.grad(out, [*inputs, *kernel.parameters()], given[3])
+
+    monkeypatch.setattr(hopper, "ROUNDS", 0)
+    monkeypatch.setattr(hopper, "LAST", 1)
+    found = [results() for _ in range(6)]
+    monkeypatch.setattr(hopper, "_begins", lambda p: False)
+    want = results()
+    for got in found:
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("name", ["wide-cross", "wide-window", "wide-padding", "two-parts"])
 def test_no_pair_is_read_that_was_not_stored(name, monkeypatch):
     got, *_ = run(name, torch.bfloat16, monkeypatch)

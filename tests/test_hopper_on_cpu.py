@@ -3,7 +3,6 @@
 tests/test_hopper.py has the same on a GPU, where warps, layouts and the compiler have their part.
 """
 
-import inspect
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -50,6 +49,9 @@ CASES = {
     "summed-window": {"SUMMED": True, "filter": WINDOW, "HELD": True},
     "summed-window-columns": {"SUMMED": True, "SIDES": True, "filter": WINDOW, "HELD": True},
     "summed-padding": {"SUMMED": True, "filter": PADDING, "MODE0": 1, "WANT0": True},
+    "summed-fresh": {**COLUMNS, "MODE0": 1, "HELD": True, "FRESH": True},
+    "summed-fresh-window": {"SUMMED": True, "filter": LONG, "length": 420, "FRESH": True},
+    "summed-fresh-scales": {**COLUMNS, "MODE0": 2, "filter": WINDOW, "FRESH": True},
 }
 
 
@@ -62,7 +64,7 @@ class Call:
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
             "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "OTHER": 0, "HELD": False,
-            "SIDES": False, **flags,
+            "SIDES": False, "FRESH": False, **flags,
         }  # fmt: skip
         draw = torch.Generator().manual_seed(0)
         rows = (BATCH, HEADS, length)
@@ -142,7 +144,7 @@ class Call:
         least = -self.most[:, :, 0].amax(-1, keepdim=True).square() / 2
         return torch.where(self.col[:, :, :1] < least, least / 2, self.col[:, :, :1])
 
-    def run(self, programs, *, longest, stages, buffers, seed, counters=None):
+    def run(self, programs, *, longest, stages, buffers, seed, counters=None, together=1):
         f, length = self.flags, self.length
         got = {name: torch.full_like(self.q, math.nan) for name in ("dk", "dk1", "dv")}
         got["dcol"] = torch.full_like(self.lse2, math.nan)
@@ -153,6 +155,11 @@ class Call:
         pairs = Descriptor(stored, 64, 64)
         queries = -(-length // 64)
         sums = torch.zeros(BATCH, HEADS, DIM, queries * 64, dtype=torch.int32)
+        begun = torch.ones(BATCH, HEADS, queries, dtype=torch.int32)
+        last = BATCH * HEADS if longest else 1
+        if f["FRESH"]:
+            # Whatever was there before.
+            sums.flatten(0, 1)[:-last], begun.flatten(0, 1)[:-last] = 12345, 0
         shares = torch.zeros(BATCH, HEADS, queries * 64, dtype=torch.int32)
         if f["SUMMED"]:
             pairs = Descriptor(sums, DIM, 64)
@@ -172,27 +179,25 @@ class Call:
             "sch0": length, "gc0": 1, "ss0": 1, "num_heads": HEADS, "group0": 1, "group1": 1,
             "group_v": 1, "num_queries": length, "num_keys": length, "number0": 0.5,
             "blocks": -(-length // 128), "parts": BATCH * HEADS, "FILTER": (self.filter,),
-            "last": BATCH * HEADS if longest else 1, "COUNTERS": Pointer(counters),
-            "SHARES": Pointer(shares),
+            "last": last, "together": together, "COUNTERS": Pointer(counters),
+            "SHARES": Pointer(shares), "BEGUN": Pointer(begun),
             "STAGES": stages, "BUFFERS": buffers, **f,
         }  # fmt: skip
         for stride in ("sqb0", "sqb1", "skb0", "skb1", "svb", "stb"):
             given[stride] = 1
         # Numbers are tensors in Triton, and so are what is made of them.
-        tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts", "last")
+        tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts", "last", "together")
         given |= {name: torch.tensor(given[name]) for name in tensors}
 
         def start(program):
             kernels = module("triton_hopper", programs, seed + 100 * program)
-            kernels.place.id = program
-            names = inspect.signature(kernels.backward_keys).parameters
-            kernels.backward_keys(**{name: given.get(name, 0) for name in names})
+            kernels.run("backward_keys", given, program)
 
         # All at once: who draws which ticket is not the same each time.
         with ThreadPoolExecutor(programs) as pool:
             list(pool.map(start, range(programs)))
         # Every program has drawn one ticket more than there are blocks for it.
-        assert counters[int(f["PART"] == 2)] == given["blocks"] * given["parts"]
+        assert counters[int(f["PART"] == 2)] == given["blocks"] * given["parts"] + programs
         got["dscale"] = dscale[..., length:]
         (dout, delta), (k, v) = self.bounds.unbind(2), self.most.amax(-1, keepdim=True).unbind(2)
         # 30 bits for what is less than the next power of two.
@@ -258,6 +263,7 @@ KINDS = {
     "summed": {"SUMMED": True},
     "summed-columns": {"SUMMED": True, "SIDES": True},
     "summed-scales": {**COLUMNS, "MODE0": 2},
+    "summed-fresh": {**COLUMNS, "MODE0": 1, "FRESH": True},
 }
 
 
@@ -274,21 +280,21 @@ def by_many(kind):
 def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
     for kind in KINDS:
         call, want = by_many(kind)
-        got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
+        # Three heads take turns, or none do; the last is by itself.
+        turns = {"together": 1 if seed % 2 else 3}
+        got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed, **turns)
         assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv", "dq", "shares"))
 
 
 def around(name, tensors, numbers, flags, blocks):
     """One of the kernels before and after sums, for all blocks of all heads."""
     kernels = module("triton_summed", 1, 0)
-    kernel = getattr(kernels, name)
     given = {n: Pointer(x) for n, x in tensors.items()} | flags
     given |= {n: torch.tensor(x) for n, x in numbers.items()}
     kernels.place.rows = BATCH * HEADS
     for row in range(BATCH * HEADS):
         for block in range(blocks):
-            kernels.place.id, kernels.place.row = block, row
-            kernel(**{n: given.get(n, 0) for n in inspect.signature(kernel).parameters})
+            kernels.run(name, given, block, row)
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -313,8 +319,10 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
         "SUMS": torch.full((BATCH, HEADS, DIM, 192), 77, dtype=torch.int32),
         "SHARES": torch.full((BATCH, HEADS, 192), 77, dtype=torch.int32),
         "COUNTERS": torch.full((BATCH * HEADS + 1,), 77, dtype=torch.int32),
+        "BEGUN": torch.full((BATCH, HEADS, 3), 77, dtype=torch.int32),
     }  # fmt: skip
     numbers = {
+        "cleared": 1,
         "num_heads": HEADS, "num_queries": queries, "num_keys": LENGTH, "group0": 1, "group_v": 1,
         "gc0": 1, "e0": DIM, "dv": DIM, "skb0": HEADS * LENGTH * DIM, "skh0": LENGTH * DIM,
         "skt0": DIM, "svb": HEADS * LENGTH * DIM, "svh": LENGTH * DIM, "svt": DIM,
@@ -330,7 +338,12 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     delta = (grad * out).sum(-1) - moved
     assert torch.allclose(made["DELTA"], delta, atol=1e-5)
     assert torch.equal(made["LSE2"], torch.where(lse == -math.inf, math.inf, lse * LOG2E))
-    assert not made["SUMS"].any()
+    # The first head's are not asked for.
+    sums, begun = made["SUMS"].flatten(0, 1), made["BEGUN"].flatten(0, 1)
+    assert not sums[1:].any()
+    assert (sums[0] == 77).all()
+    assert (begun[1:] == 1).all()
+    assert not begun[0].any()
     assert not made["SHARES"].any()
     assert not made["COUNTERS"].any()
     largest = torch.where(hidden, 0.0, call.k.norm(dim=-1)).amax(-1)
@@ -453,9 +466,7 @@ def test_the_forward_gives_what_softmax_does(name, stages):
     for row in range(BATCH * HEADS):
         for block in range(blocks):
             kernels = module("triton_narrow", blocks, 7 * row + block)
-            kernels.place.id, kernels.place.row = block, row
-            names = inspect.signature(kernels.forward).parameters
-            kernels.forward(**{n: given.get(n, 0) for n in names})
+            kernels.run("forward", given, block, row)
     assert torch.allclose(out, want, rtol=1e-4, atol=1e-5)
     assert torch.allclose(lse, mass, rtol=1e-5, atol=1e-4)
     if flags["HAS_LOW"]:
@@ -477,9 +488,7 @@ def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not():
     }  # fmt: skip
     for block in range(3):
         kernels = module("triton_narrow", 3, block)
-        kernels.place.id, kernels.place.row = block, 1
-        names = inspect.signature(kernels.forward).parameters
-        kernels.forward(**{n: given.get(n, 0) for n in names})
+        kernels.run("forward", given, block, 1)
     assert out[0, 1, 70:].isnan().all()
     assert out[0, 1, :70].isfinite().all()
     assert (out[0, 0] == 7.0).all()

@@ -38,6 +38,9 @@ ROUNDS, LAST = 16, 4
 SUMMED, MANY_KEYS = 64, 1024
 # Sums of so many bytes stay in the cache until all keys have added to them, in whatever order.
 CACHED = 2**25
+# So many heads take turns where a program may have to wait for that of the next keys: it is as many
+# tickets ahead then.
+TOGETHER = 16
 # How the kernels that read it are cut: (queries, keys, warps, stages). With one slot, smaller ones
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
@@ -213,6 +216,10 @@ def one_pass(
     bounds, most = delta.new_empty(parts, 2, blocks), delta.new_empty(parts, 2, key_blocks)
     each = c["MODE0"] == 2 and slot.wants
     shares = delta.new_empty(parts, blocks * GROUP if each else 0, dtype=torch.int32)
+    begun = delta.new_empty(parts, blocks, dtype=torch.int32)
+    order = _order(p, summed=True)
+    # The heads from here on begin with zeros.
+    cleared = parts - order[2] if _begins(p) else 0
     numbers = p.numbers(x.seed)
     lengths = x.v if x.lengths is None else x.lengths
     flags = {"E0": c["E0"], "HAS_LSE": lse, "TOKENS": p.static.tokens}
@@ -224,12 +231,12 @@ def one_pass(
     helper(
         "before_sums", (blocks + key_blocks, parts, 1), flags | before,
         (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, counters,
-         bounds, most, shares, whole),
-        numbers,
+         bounds, most, shares, begun, whole),
+        (*numbers, cleared),
     )  # fmt: skip
     found = _of(whole, GROUP, 32)
-    tensors = _tensors(x, p, ready, rows, of_keys, found, x.v, (bounds, most, shares))
-    _keys(p, 0, summed=True)(tensors, (*numbers, *_order(p, summed=True), 0))
+    tensors = _tensors(x, p, ready, rows, of_keys, found, x.v, (bounds, most, shares, begun))
+    _keys(p, 0, summed=True, fresh=cleared > 0)(tensors, (*numbers, *order, 0))
     alike = slot.wants and not each
     dscale = delta.new_empty(heads if alike else 0)
     after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")} | {"EACH": each}
@@ -240,6 +247,18 @@ def one_pass(
         numbers,
     )  # fmt: skip
     return ds[0][..., :num_queries] if each else dscale
+
+
+def _begins(p: Plan) -> bool:
+    """Whether sums of queries begin with what keys at their places give; nobody clears them then.
+
+    Not where queries have scales of their own: there are no registers for it.
+    """
+    ((causal, _, right, memory, *others),) = p.static.filter
+    # A query sees the key at its place, and none after it.
+    along = right == 0 or (causal > 0 and right < 0)
+    along = along and memory < 0 and not any(others) and p.static.shape[2] == p.num_keys
+    return along and p.constants["MODE0"] < 2
 
 
 def _to_queries(p: Plan) -> tuple[int, int, int, int]:
@@ -286,7 +305,7 @@ def _tensors(
     own_v: Any, bounds: tuple[Tensor, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _, counters = rows
-    bounds = bounds or (delta, delta, delta)
+    bounds = bounds or (delta, delta, delta, counters)
     dk, dv, dcol, ds = of_keys
     two = p.constants["E1"] > 0
     q1, k1, dk1 = (_of(x.q[1]), _of(x.k[1]), _of(dk[1])) if two else (x.v, x.v, x.v)
@@ -301,9 +320,9 @@ def _tensors(
 
 def _keys(
     p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
-    other: int = 0, summed: bool = False,
+    other: int = 0, summed: bool = False, fresh: bool = False,
 ) -> Launch:  # fmt: skip
-    key = ("groups", part, heads, store, banded, other, summed)
+    key = ("groups", part, heads, store, banded, other, summed, fresh)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -323,7 +342,7 @@ def _keys(
     left -= 5 * 2 * 16 * GROUP * sides
     step = GROUP * (row + 4 * GROUP * banded + (8 + 2 * 16 if sides else 12))
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
-    blocks, parts, _ = _order(p, heads)
+    blocks, parts, *_ = _order(p, heads)
     # Where there is room, the next keys come while these are at work.
     buffers = 2 if (left - 2 * kept) // step >= 3 else 1
     constants = {name: c[name] for name in names} | {
@@ -331,22 +350,32 @@ def _keys(
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
         "SUMMED": summed, "BANDED": banded, "OTHER": other,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
-        "SIDES": sides,
+        "SIDES": sides, "FRESH": fresh,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
     found = p.launches[key] = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})
     return found
 
 
-def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, int]:
-    """Blocks of keys; heads, of which some may come at a time; those at the end, longest first."""
+def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, int, int]:
+    """Blocks of keys; heads, of which some may come at a time; those at the end, longest first.
+
+    And how many of the others take turns, where sums begin without zeros.
+    """
     batch, all_heads, num_queries = p.static.shape
     blocks, parts = -(-p.num_keys // (2 * GROUP)), heads or batch * all_heads
     count = processors(p.device)
     last = parts if blocks * parts < ROUNDS * count else min(parts, -(-LAST * count // blocks))
+    together = 1
     if summed:
         last = max(1, min(last, CACHED // (4 * SUMMED * num_queries)))
-    return blocks, parts, last
+        if _begins(p) and last < parts:
+            # As many each time; those that are left over are among the last.
+            reach = int(min(num_queries, _window(p) + 2 * GROUP))
+            rounds = -(-(parts - last) // max(1, min(TOGETHER, CACHED // (4 * SUMMED * reach))))
+            together = (parts - last) // rounds
+            last = parts - together * rounds
+    return blocks, parts, last, together
 
 
 def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:

@@ -70,15 +70,40 @@ TICKETS = gl.constexpr(4)
 
 
 @gluon.jit
+def _begun(place):
+    """Whether sums of a block of queries have begun.
+
+    Nothing is read after it that the first level of the cache may hold: the copy engine adds in the second,
+    where sums lay before this was said. So it does not have to acquire, which would stop all warps.
+    """
+    code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
+    return gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1)
+
+
+@gluon.jit
+def _landed():
+    """Waits until what was stored lies in memory, not only until it has left from here."""
+    code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
 def _tile(
-    ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS,
-    FILTER: gl.constexpr, STORE: gl.constexpr,
+    ticket, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
+    FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """Which keys of which head a ticket is for, and the blocks of queries that may see them."""
     # Head by head, but for the last ones: of those the first blocks come first, which most see.
     rest = ticket - (parts - last) * blocks
-    block = gl.where(rest < 0, ticket % blocks, rest // last)
-    part = gl.where(rest < 0, ticket // blocks, parts - last + rest % last)
+    along, head = ticket % blocks, ticket // blocks
+    if FRESH:
+        # Who begins the sums of queries comes before all that add to them, and some heads take turns, so
+        # that nobody has to wait.
+        turn = ticket % (together * blocks)
+        along = blocks - 1 - turn // together
+        head = ticket // (together * blocks) * together + turn % together
+    block = gl.where(rest < 0, along, rest // last)
+    part = gl.where(rest < 0, head, parts - last + rest % last)
     bh = part + offset
     low = block * (2 * OWN)
     ALIGN: gl.constexpr = STORE * BLOCK if STORE > 0 else BLOCK
@@ -90,15 +115,15 @@ def _tile(
 
 @gluon.jit
 def _tell(
-    COUNTER, turn, tickets, told, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS,
-    FILTER: gl.constexpr, STORE: gl.constexpr,
+    COUNTER, turn, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
+    FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
-    """Draws the ticket for the next turn; all groups of this program hear of it, and what it is for."""
+    """Draws the ticket for a turn; all groups of this program hear of it, and what it is for."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ticket = gl.num_programs(0) + gl.atomic_add(COUNTER, 1, sem="relaxed", scope="gpu")
+    ticket = gl.atomic_add(COUNTER, 1, sem="relaxed", scope="gpu")
     low, part, b, h, start, steps = _tile(
-        gl.minimum(ticket, blocks * parts - 1), blocks, parts, last, offset, num_heads, num_queries, num_keys,
-        first, LENGTHS, FILTER, STORE,
+        gl.minimum(ticket, blocks * parts - 1), blocks, parts, last, together, offset, num_heads, num_queries, num_keys,
+        first, LENGTHS, FILTER, STORE, FRESH,
     )  # fmt: skip
     n = gl.arange(0, 32, LAYOUT)
     note = gl.where(n == 0, ticket, gl.where(n == 1, low, gl.where(n == 2, part, b)))
@@ -111,7 +136,7 @@ def _tell(
 
 @gluon.jit
 def _hear(turn, tickets, told):
-    """The ticket for the next turn, and what `_tile` gives for it."""
+    """The ticket for a turn, and what `_tile` gives for it."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(told.index(turn % TICKETS), (turn // TICKETS) & 1)
     note = tickets.index(turn % TICKETS).load(LAYOUT)
@@ -188,18 +213,19 @@ def _copy_steps(
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr,
+    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
         Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, q0s, q1s,
         gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
-        group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
+        group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     done, turn = 0, 0
-    ticket = gl.program_id(0)
-    low, _, b, h, start, steps = _tile(
-        ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE
+    counter = COUNTERS + offset + (1 if PART == 2 else 0)
+    ticket, low, b, h, start, steps = _tell(
+        counter, turn, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
+        FILTER, STORE, FRESH,
     )  # fmt: skip
     while ticket < blocks * parts:
         line = (b * num_heads + h).to(gl.int64) * num_queries
@@ -215,10 +241,11 @@ def _copy(
                 0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
                 b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
             )  # fmt: skip
-        ticket, next_low, next_b, next_h, next_start, next_steps = _tell(
-            COUNTERS + offset + (1 if PART == 2 else 0), turn, tickets, told, blocks, parts, last, offset,
-            num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE,
-        )  # fmt: skip
+        if not FRESH:
+            following = _tell(
+                counter, turn + 1, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
+                LENGTHS, FILTER, STORE, FRESH,
+            )  # fmt: skip
         for own in gl.static_range(2):
             at = (turn % BUFFERS) * 2 + own
             key = low + own * OWN
@@ -236,7 +263,13 @@ def _copy(
         )  # fmt: skip
         done += steps
         turn += 1
-        low, b, h, start, steps = next_low, next_b, next_h, next_start, next_steps
+        if FRESH:
+            # As late as may be: nobody should wait for who came first, but has yet to start.
+            following = _tell(
+                counter, turn, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
+                LENGTHS, FILTER, STORE, FRESH,
+            )  # fmt: skip
+        ticket, low, b, h, start, steps = following
 
 
 @gluon.jit
@@ -285,36 +318,99 @@ def _whole(x):
 
 
 @gluon.jit
+def _wait_begun(has, begun, step, steps):
+    """Waits for sums of a block; whether those of the next have begun, which takes a while to hear."""
+    while (has == 0) & (step < steps):
+        has = _begun(begun + step)
+    return _begun(begun + gl.minimum(step + 1, steps - 1))
+
+
+@gluon.jit
+def _say_begun(begun, step):
+    """Says that sums of the block before a step have begun, once they have."""
+    _landed()
+    barrier()
+    gl.atomic_add(begun + (step - 1), 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _add(
+    step, inputs, E0: gl.constexpr, EACH: gl.constexpr, BEGINS: gl.constexpr, SAYS: gl.constexpr
+):
+    """Adds what all keys of a program give to sums of one block of queries; BEGINS: those begin with it."""
+    (
+        DQ, bounds, begun, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
+        done, turn, b, h, start,
+    ) = inputs  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    bound = _bound(bounds + step, query_blocks, most_k, most_v)
+    slot = (done + step) % SLOTS
+    acc = gl.zeros([E0, BLOCK], gl.float32, LAYOUT)
+    phase = ((done + step) // SLOTS) & 1
+    mbarrier.wait(given.index(slot), phase)
+    acc = warpgroup_mma(turned.index(0), pairs.index(slot), acc, use_acc=False, is_async=True)
+    mbarrier.wait(given.index(SLOTS + slot), phase)
+    acc = warpgroup_mma(turned.index(1), pairs.index(SLOTS + slot), acc, is_async=True)
+    if EACH:
+        few = gl.zeros([BLOCK, COLUMNS], gl.float32, THIN)
+        near, far = pairs.index(slot).permute((1, 0)), pairs.index(SLOTS + slot).permute((1, 0))
+        col = (turn % 2) * 2
+        few = warpgroup_mma(near, cols.index(col), few, use_acc=False, is_async=True)
+        few = warpgroup_mma(far, cols.index(col + 1), few, is_async=True)
+    tma.store_wait(LEAVING - 1)
+    if EACH:
+        acc, few = warpgroup_mma_wait(0, (acc, few))
+    else:
+        acc = warpgroup_mma_wait(0, (acc,))
+    mbarrier.arrive(taken.index(slot), count=1)
+    if EACH:
+        found = _whole(gl.sum(few * counted, 1) * _fixed(bound * most_k))
+        gl.atomic_add(shares + (start + step * BLOCK), found, sem="relaxed", scope="gpu")
+    acc = acc * _fixed(bound)
+    whole = _whole(acc)
+    target = sums.index((done + step) % LEAVING)
+    target.store(whole)
+    fence_async_shared()
+    if SAYS:
+        _say_begun(begun, step)
+    else:
+        barrier()
+    place = [b, h, 0, start + step * BLOCK]
+    if BEGINS:
+        store(DQ, place, target)
+    else:
+        add_to(DQ, place, target)
+
+
+@gluon.jit
 def _sum(
-    inputs, E0: gl.constexpr, FILTER: gl.constexpr, STORE: gl.constexpr, BUFFERS: gl.constexpr,
-    EACH: gl.constexpr,
+    inputs, E0: gl.constexpr, BUFFERS: gl.constexpr, EACH: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """The group that adds to gradients of queries, in fixed point: any order gives the same bits.
 
     EACH: and to SHARES of those of their scales, which numbers per key have: sum_j u_ij (c_j - ref).
+    FRESH: sums of all heads but the last begin with what keys at the same places give, and BEGUN says when.
     """
     (
-        DQ, BOUNDS, MOST, SHARES, C0, LENGTHS, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
-        scb0, sch0, gc0, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
+        DQ, BOUNDS, MOST, SHARES, BEGUN, C0, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
+        scb0, sch0, gc0, blocks, parts, last, num_heads, num_queries, num_keys,
     ) = inputs  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     FEATURES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     done, turn = 0, 0
     key_blocks, query_blocks = _blocks(num_keys), _blocks(num_queries)
-    ticket = gl.program_id(0)
-    _, _, b, h, start, steps = _tile(
-        ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE
-    )  # fmt: skip
+    ticket, _, part, b, h, start, steps = _hear(turn, tickets, told)
     while ticket < blocks * parts:
         bh = (b * num_heads + h).to(gl.int64)
         bounds = BOUNDS + bh * 2 * query_blocks + start // BLOCK
+        begun = BEGUN + bh * query_blocks + start // BLOCK
         at = (turn % BUFFERS) * 2
         most_k, most_v = _most(MOST + bh * 2 * key_blocks, key_blocks)
+        shares, counted = SHARES, 0
         if EACH:
             THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-            shares = (
-                SHARES + bh * query_blocks * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, THIN))
-            )
+            shares += bh * query_blocks * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, THIN))
             ref0 = _reference_within(C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0, most_k)
             counted = _counted(_along(THIN), ref0)
         for own in gl.static_range(2):
@@ -325,46 +421,33 @@ def _sum(
         fence_async_shared()
         barrier()
         mbarrier.arrive(used.index(turn % BUFFERS), count=1)
-        for step in range(steps):
-            bound = _bound(bounds + step, query_blocks, most_k, most_v)
-            slot = (done + step) % SLOTS
-            acc = gl.zeros([E0, BLOCK], gl.float32, LAYOUT)
-            phase = ((done + step) // SLOTS) & 1
-            mbarrier.wait(given.index(slot), phase)
-            acc = warpgroup_mma(
-                turned.index(0), pairs.index(slot), acc, use_acc=False, is_async=True
-            )
-            mbarrier.wait(given.index(SLOTS + slot), phase)
-            acc = warpgroup_mma(turned.index(1), pairs.index(SLOTS + slot), acc, is_async=True)
-            if EACH:
-                few = gl.zeros([BLOCK, COLUMNS], gl.float32, THIN)
-                near, far = pairs.index(slot), pairs.index(SLOTS + slot)
-                few = warpgroup_mma(
-                    near.permute((1, 0)), cols.index((turn % 2) * 2), few, use_acc=False, is_async=True
-                )  # fmt: skip
-                few = warpgroup_mma(
-                    far.permute((1, 0)), cols.index((turn % 2) * 2 + 1), few, is_async=True
-                )
-            tma.store_wait(LEAVING - 1)
-            if EACH:
-                acc, few = warpgroup_mma_wait(0, (acc, few))
-            else:
-                acc = warpgroup_mma_wait(0, (acc,))
-            mbarrier.arrive(taken.index(slot), count=1)
-            if EACH:
-                found = gl.sum(few * counted, 1) * _fixed(bound * most_k)
-                found = _whole(found)
-                gl.atomic_add(shares + (start + step * BLOCK), found, sem="relaxed", scope="gpu")
-            acc = acc * _fixed(bound)
-            whole = _whole(acc)
-            target = sums.index((done + step) % LEAVING)
-            target.store(whole)
-            fence_async_shared()
-            barrier()
-            add_to(DQ, [b, h, 0, start + step * BLOCK], target)
+        inner = (
+            DQ, bounds, begun, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
+            done, turn, b, h, start,
+        )  # fmt: skip
+        early = 0
+        if FRESH:
+            has = _begun(begun)
+            if part < parts - last:
+                # Sums of the program's own places begin here, and a step later that is said.
+                MINE: gl.constexpr = 2 * OWN // BLOCK
+                for step in gl.static_range(MINE + 1):
+                    if step == MINE:
+                        has = _wait_begun(has, begun, step, steps)
+                    elif step == MINE - 1:
+                        has = _begun(begun + gl.minimum(MINE, steps - 1))
+                    if step < steps:
+                        _add(step, inner, E0, EACH, step < MINE, step > 0)
+                    elif step == steps:
+                        _say_begun(begun, step)
+                early = gl.minimum(steps, MINE + 1)
+        for step in range(early, steps):
+            if FRESH:
+                has = _wait_begun(has, begun, step, steps)
+            _add(step, inner, E0, EACH, False, False)
         done += steps
-        ticket, _, _, b, h, start, steps = _hear(turn, tickets, told)
         turn += 1
+        ticket, _, part, b, h, start, steps = _hear(turn, tickets, told)
     tma.store_wait(0)
 
 
@@ -515,7 +598,7 @@ def _multiply(
     (
         DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, all_pairs, biases,
         rows, cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0,
-        stride_ids, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
+        stride_ids, blocks, parts, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     # Sums that this part does not form are as narrow as may be.
@@ -530,10 +613,8 @@ def _multiply(
     DCOL0: gl.constexpr = NORM0 or SAVE_COL0 or SUM0
     done, turn = 0, 0
     place = num_keys - num_queries
-    ticket, tiles = gl.program_id(0), blocks * parts
-    low, part, b, h, start, steps = _tile(
-        ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS, FILTER, STORE
-    )  # fmt: skip
+    tiles = blocks * parts
+    ticket, low, part, b, h, start, steps = _hear(turn, tickets, told)
     if HELD:
         scale, ref, c = _numbers_of(
             low, b, h, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0, HAS_COL0, SUM0, DOWN
@@ -634,7 +715,7 @@ def _multiply(
                 end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES
             )
         done += steps
-        ticket, low, part, b_next, h_next, start, steps = _hear(turn, tickets, told)
+        ticket, low, part, b_next, h_next, start, steps = _hear(turn + 1, tickets, told)
         if HELD:
             # Numbers of the next keys are on their way while gradients of these leave.
             scale_next, ref_next, c_next = _numbers_of(
@@ -691,18 +772,18 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "last", "offset"])
+@gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "last", "together", "offset"])
 def backward_keys(
     Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, OWN_V,
-    BOUNDS, MOST, SHARES, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    BOUNDS, MOST, SHARES, BEGUN, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, blocks, parts, last, offset,
+    seed, number0, number1, dropout, blocks, parts, last, together, offset,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, HELD: gl.constexpr, SIDES: gl.constexpr,
+    OTHER: gl.constexpr, HELD: gl.constexpr, SIDES: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
@@ -710,7 +791,9 @@ def backward_keys(
     `offset` on; queries count from the first block that sees a program's keys. So many blocks of them are
     read at a time: what one of them sees is stored for all. BANDED: a band has all pairs, [queries, keys],
     and so has what is stored.
-    SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on.
+    SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on; FRESH: from 0 on
+    for the last heads alone, and BEGUN, of each block of queries, is 0 for all others. That takes a causal
+    filter, and as many queries as keys: a key at the place of a query is seen by it.
     OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
     A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
     drawn so far at the place `offset`, and for a second pass, of the second slot, at the next.
@@ -782,21 +865,21 @@ def backward_keys(
     multiply = (
         DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases, rows,
         cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0, stride_ids,
-        blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
+        blocks, parts, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     copy = (
         Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, q0s, q1s,
         gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
-        group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
+        group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     summed = (
-        PAIRS, BOUNDS, MOST, SHARES, C0, LENGTHS, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
-        scb0, sch0, gc0, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
+        PAIRS, BOUNDS, MOST, SHARES, BEGUN, C0, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
+        scb0, sch0, gc0, blocks, parts, last, num_heads, num_queries, num_keys,
     )  # fmt: skip
     if SUMMED:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
@@ -805,7 +888,7 @@ def backward_keys(
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
                 )),
-                (_sum, (summed, E0, FILTER, STORE, BUFFERS, MODE0 == 2 and WANT0)),
+                (_sum, (summed, E0, BUFFERS, MODE0 == 2 and WANT0, FRESH)),
             ],
             [4, 4, 4],
             [LESS_REGISTERS, LESS_REGISTERS, SUM_REGISTERS],
@@ -813,7 +896,7 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
