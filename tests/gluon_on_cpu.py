@@ -113,6 +113,10 @@ class Shared:
     def permute(self, order):
         return Shared(self.data.permute(order))
 
+    def _reinterpret(self, dtype, shape, layout):
+        # What was there is lost, and what will be there for others is not.
+        return Shared(torch.full(shape, 99, dtype=dtype))
+
     def load(self, layout):
         return self.data.clone()
 
@@ -279,6 +283,7 @@ def module(name, programs, seed):
         exp2=torch.exp2, log2=torch.log2, sum=torch.sum, max=torch.amax, min=torch.amin,
         sqrt=torch.sqrt, trans=torch.t,
         float32=torch.float32, int32=torch.int32, uint32=torch.uint32, int64=torch.int64,
+        float16=torch.float16, int8=torch.int8,
         bits=bits, inline_asm_elementwise=engine.instruction,
         arange=lambda a, b, _=None: torch.arange(a, b),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape, dtype=dtype),

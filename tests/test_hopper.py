@@ -70,6 +70,8 @@ CASES = {
     "summed-full": (lambda dim: mc.Exponential(), 64, mc.Full(), NARROW),
     "summed-cross": (lambda dim: mc.RBF(9.0), 40, mc.Window(90, 10), CROSS),
     "summed-window": (lambda dim: mc.RBF([8.0, 11.0]), 64, mc.Window(70, 30), NARROW),
+    "summed-along": (lambda dim: mc.RBF([8.0, 11.0]), 64, mc.Window(100, 0), NARROW),
+    "summed-along-plain": (lambda dim: mc.Exponential(), 64, mc.Window(70, 0), NARROW),
     "summed-padding": (lambda dim: mc.RBF(9.0), 64, mc.Causal() & mc.Padding([211, 0]), NARROW),
     "summed-documents": (lambda dim: mc.RBF(9.0), 64, mc.Documents(DOCUMENTS), NARROW),
     "summed-strided": (lambda dim: mc.RBF(9.0), 64, mc.Strided(17), NARROW),
@@ -265,26 +267,33 @@ def test_programs_go_on_with_other_keys(name, rounds, monkeypatch):
     assert all(torch.equal(got[name], in_turn[name]) for name in got)
 
 
-@pytest.mark.parametrize("filter", [mc.Window(1024, 0), mc.Causal()], ids=["window", "causal"])
-@pytest.mark.parametrize("name", ALIKE_OR_EACH)
-def test_sums_begin_without_zeros(name, filter, monkeypatch):
+@pytest.mark.parametrize("left", [150, 1024, 2500])
+@pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
+def test_sums_begin_without_zeros(make, left, monkeypatch):
     """What others add waits for what keys at a query's place store."""
-    # Some blocks more than a multiple of the processors there are.
-    like = {"device": DEVICE, "dtype": torch.bfloat16}
-    given = [torch.randn(2, 8, 4500, 64, **like) for _ in range(4)]
-    inputs, kernel = [x.requires_grad_() for x in given[:3]], ALIKE_OR_EACH[name]().to(DEVICE)
+    like, filter = {"device": DEVICE, "dtype": torch.bfloat16}, mc.Window(left, 0)
+    given = [torch.randn(2, 8, 5300, 64, **like) for _ in range(4)]
+    inputs, kernel = [x.requires_grad_() for x in given[:3]], make().to(DEVICE)
+    parameters, ran = list(kernel.parameters()), []
+    monkeypatch.setattr(hopper, "MANY_KEYS", 1)
 
     def results():
         monkeypatch.setattr(triton_plan, "_plans", {})
         monkeypatch.setattr(tapes, "_tapes", {})
         out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
-        return torch.autograd.grad(out, [*inputs, *kernel.parameters()], given[3])
+        return torch.autograd.grad(out, [*inputs, *parameters], given[3])
 
+    def counted(p, *a, inner=hopper._keys, **options):
+        ran.append(options["fresh"])
+        return inner(p, *a, **options)
+
+    monkeypatch.setattr(hopper, "_keys", counted)
     monkeypatch.setattr(hopper, "ROUNDS", 0)
     monkeypatch.setattr(hopper, "LAST", 1)
     found = [results() for _ in range(6)]
     monkeypatch.setattr(hopper, "_begins", lambda p: False)
     want = results()
+    assert ran == [True] * 6 + [False]
     for got in found:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 

@@ -334,6 +334,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     }  # fmt: skip
     flags = {"HAS_LSE": True, "TOKENS": False, "E0": DIM}
     filter = {"V": DIM, "FILTER": (call.filter,), "HAS_LOW": False, "NORMS": norms, "EACH": True}
+    filter["HAS_TOPS"] = False
     around("before_sums", given | made, numbers, flags | filter, 3 + blocks)
     delta = (grad * out).sum(-1) - moved
     assert torch.allclose(made["DELTA"], delta, atol=1e-5)
@@ -419,6 +420,8 @@ FORWARDS = {
     "distance": {**NEAR, "filter": WINDOW},
     "scale-per-query": {**NEAR, "MODE0": 2},
     "far-keys": {**NEAR, "far": True},
+    "tops": {"HAS_TOPS": True, "HAS_LOW": True},
+    "tops-of-a-distance": {**NEAR, "HAS_TOPS": True, "filter": LONG, "length": 394, "far": True},
     "hidden-values": {"filter": PADDING, "hidden": True},
     "hidden-values-of-a-distance": {**NEAR, "filter": PADDING, "hidden": True},
 }
@@ -428,12 +431,12 @@ FORWARDS = {
 @pytest.mark.parametrize("name", FORWARDS)
 def test_the_forward_gives_what_softmax_does(name, stages):
     flags = {"MODE0": 0, "SIMPLE": True, "SPREAD": False, "STILL": False, "HAS_LOW": False}
-    flags |= FORWARDS[name]
+    flags |= {"HAS_TOPS": False, **FORWARDS[name]}
     filter, far, hidden = (
         flags.pop(n, x) for n, x in (("filter", CAUSAL), ("far", 0), ("hidden", 0))
     )
     length = flags.pop("length", LENGTH)
-    call, place = Call(filter=filter, length=length), 10
+    call, place = Call(filter=filter, length=length), 0 if flags["HAS_TOPS"] else 10
     queries = length - place
     q, v = call.q[:, :, place:].contiguous(), call.v.clone()
     if far:
@@ -451,18 +454,19 @@ def test_the_forward_gives_what_softmax_does(name, stages):
         v[1, :, length // 3 :] = math.nan
     columns = torch.zeros(*call.col.shape, 16)
     columns[..., 0], columns[..., 3] = call.col, float(flags["MODE0"] == 2)
-    out, low = (torch.full_like(q, math.nan) for _ in range(2))
-    lse = torch.full(q.shape[:3], math.nan)
+    out, low = torch.full_like(q, math.nan), torch.full_like(q, 7, dtype=torch.int8)
+    lse, blocks = torch.full(q.shape[:3], math.nan), -(-queries // 64)
+    tops = torch.full((BATCH, HEADS, blocks), math.nan)
     given = {
         "Q0": Descriptor(q), "K0": Descriptor(call.k), "K1": Descriptor(columns),
         "V_": Descriptor(v), "S0": Pointer(scale), "LENGTHS": Pointer(call.lengths),
         "OUT": Descriptor(out), "LOW": Descriptor(low), "LSE": Pointer(lse), "ss0": 1,
+        "TOPS": Pointer(tops),
         "num_heads": HEADS, "group0": 1, "group1": 1, "group_v": 1, "number0": 0.5,
         "num_queries": torch.tensor(queries), "num_keys": torch.tensor(length), "FILTER": (filter,),
         "E0": DIM, "V": DIM, "LOG0": (0, 0.0, 0.0, 0.0, 1.0), "STAGES": stages, **flags,
     }  # fmt: skip
     given |= dict.fromkeys(("sqb0", "skb0", "skb1", "svb"), 1)
-    blocks = -(-queries // 64)
     for row in range(BATCH * HEADS):
         for block in range(blocks):
             kernels = module("triton_narrow", blocks, 7 * row + block)
@@ -472,6 +476,37 @@ def test_the_forward_gives_what_softmax_does(name, stages):
     if flags["HAS_LOW"]:
         # float32 is not rounded.
         assert not low.any()
+    if flags["HAS_TOPS"]:
+        large = torch.stack([part.amax(-1) for part in v.norm(dim=-1).split(64, -1)], -1)
+        assert torch.allclose(tops, large)
+
+
+def of_all_sizes():
+    """Some are smaller, or larger, than half precision has numbers for."""
+    torch.manual_seed(0)
+    x = torch.randn(4000) * 10.0 ** torch.randint(-9, 5, (4000,))
+    far = torch.tensor(
+        [0.0, -0.0, 1e-30, -1e-42, 65519.0, 65520.0, 1e6, -1e30, math.inf, -math.inf]
+    )
+    return torch.cat([x, far, torch.tensor([3.4e38, math.nan])])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_rounding_takes_comes_back(dtype):
+    kernels, x = module("triton_kernels", 1, 0), of_all_sizes()
+    rounded = x.to(dtype)
+    taken = kernels._taken(x, rounded, dtype)
+    assert taken.dtype == torch.int8
+    got, near = kernels._given_back(rounded, taken, dtype), rounded.isfinite()
+    # Eight bits more than half precision has; as near as that is, where that has few of its own.
+    few = torch.finfo(dtype).smallest_normal
+    error, before = (got - x).abs(), (rounded.float() - x).abs()
+    exact = near & (x.abs() >= few)
+    assert (error <= x.abs() * torch.finfo(dtype).eps / 250)[exact].all()
+    assert (error <= before)[near].all()
+    # What is not finite stays what it was.
+    assert torch.equal(got[~near].isnan(), rounded[~near].isnan())
+    assert not got[~near].isfinite().any()
 
 
 def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not():

@@ -41,6 +41,8 @@ CACHED = 2**25
 # So many heads take turns where a program may have to wait for that of the next keys: it is as many
 # tickets ahead then.
 TOGETHER = 16
+# And so many blocks of queries can be waited for.
+WATCHED = 64
 # How the kernels that read it are cut: (queries, keys, warps, stages). With one slot, smaller ones
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
@@ -73,7 +75,8 @@ def forwards(p: Plan) -> bool:
     Where a peak is looked for, and a query sees many keys, Triton's own is 2 % faster.
     """
     c, (q0, _, k0, columns, v, _) = p.constants, p.aligned
-    narrow = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and p.widths[2] % 8 == 0
+    # Rows of bytes, too, begin at multiples of 16 for the copy engine.
+    narrow = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and p.widths[2] % 16 == 0
     plain = c["FORM"] == PLAIN and not (c["HAS_ROW0"] or c["DROPOUT"]) and c["CLIP"] < 0
     # Numbers per key are columns of a product.
     plain = plain and p.dtype.itemsize == 2 and (not c["HAS_COL0"] or (p.spread and columns))
@@ -82,28 +85,43 @@ def forwards(p: Plan) -> bool:
     return plain and narrow and available(p.device) and q0 and k0 and v
 
 
+def says_tops(p: Plan) -> bool:
+    """Whether the forward says how large values are, which `sums` asks for.
+
+    A program has those of its queries' own places before it last, where they see them.
+    """
+    return p.static.trains and forwards(p) and _own_last(p)
+
+
+def empty_tops(p: Plan, like: Tensor) -> Tensor:
+    batch, heads, num_queries = p.static.shape
+    return like.new_empty(batch * heads, -(-num_queries // GROUP), dtype=torch.float32)
+
+
 def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: Tensor) -> None:
     """out, what rounding took from it where there is room for that, and log_mass."""
-    c, keeps = p.constants, low.numel() > 0
-    launch = p.launches.get(("groups-forward", keeps))
+    c, keeps, tops = p.constants, low.numel() > 0, ready.tops.numel() > 0
+    launch = p.launches.get(("groups-forward", keeps, tops))
     if launch is None:
         from . import triton_narrow
 
         batch, heads, num_queries = p.static.shape
         constants = {name: c[name] for name in ("E0", "V", "MODE0", "LOG0", "FILTER", "SIMPLE")}
         constants |= {
-            "HAS_LOW": keeps, "SPREAD": c["HAS_COL0"], "STILL": p.still, "STAGES": 3,
+            "HAS_LOW": keeps, "HAS_TOPS": tops, "SPREAD": c["HAS_COL0"], "STILL": p.still,
+            "STAGES": 3,
         }  # fmt: skip
         # Four programs share a processor.
         options = {"num_warps": 4, "maxnreg": 128}
         grid = (-(-num_queries // GROUP), batch * heads, 1)
         launch = Launch(triton_narrow.forward, grid, constants, options)
-        p.launches["groups-forward", keeps] = launch
+        p.launches["groups-forward", keeps, tops] = launch
     columns = _of(ready.columns, 16, swizzle=32) if c["HAS_COL0"] else x.v
     tensors = (
         _of(x.q[0]), _of(x.k[0]), columns, _of(x.v), x.scale[0],
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(out),
-        _of(low) if keeps else x.v, lse,
+        _of(low, bits=8, swizzle=64) if keeps else x.v, lse,
+        ready.tops,
     )  # fmt: skip
     launch(tensors, p.numbers(x.seed))
 
@@ -226,12 +244,12 @@ def one_pass(
     before = {
         "V": c["V"], "FILTER": c["FILTER"], "HAS_LOW": made[1].numel() > 0,
         # Numbers per key that are norms, and nothing else, say how large keys are.
-        "NORMS": p.bounded, "EACH": each,
+        "NORMS": p.bounded, "EACH": each, "HAS_TOPS": ready.tops.numel() > 0,
     }  # fmt: skip
     helper(
         "before_sums", (blocks + key_blocks, parts, 1), flags | before,
-        (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, counters,
-         bounds, most, shares, begun, whole),
+        (x.k[0], x.v, ready.tops, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2,
+         counters, bounds, most, shares, begun, whole),
         (*numbers, cleared),
     )  # fmt: skip
     found = _of(whole, GROUP, 32)
@@ -252,13 +270,20 @@ def one_pass(
 def _begins(p: Plan) -> bool:
     """Whether sums of queries begin with what keys at their places give; nobody clears them then.
 
-    Not where queries have scales of their own: there are no registers for it.
+    Not where queries have scales of their own: there are no registers for it. And only in a window:
+    else nobody saw a difference.
     """
+    few = min(GROUP * WATCHED, p.num_keys // 2)
+    return _own_last(p) and p.constants["MODE0"] < 2 and _window(p) <= few
+
+
+def _own_last(p: Plan) -> bool:
+    """Whether every query sees the key at its place, and none after it."""
+    if len(p.static.filter) > 1:
+        return False
     ((causal, _, right, memory, *others),) = p.static.filter
-    # A query sees the key at its place, and none after it.
     along = right == 0 or (causal > 0 and right < 0)
-    along = along and memory < 0 and not any(others) and p.static.shape[2] == p.num_keys
-    return along and p.constants["MODE0"] < 2
+    return along and memory < 0 and not any(others) and p.static.shape[2] == p.num_keys
 
 
 def _to_queries(p: Plan) -> tuple[int, int, int, int]:
@@ -413,7 +438,7 @@ def _of(x: Tensor, width: int = 0, bits: int = 16, swizzle: int = 128) -> Any:
     return found
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=4)
 def _descriptor(bits: int, swizzle: int) -> tuple[Any, Any]:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -252,7 +252,7 @@ class _Fused(torch.autograd.Function):
         grads = play(
             "backward", ctx.static, (grad_out, grad_lse, *saved), partial(_back, ctx.static)
         )
-        count = len(saved) - 15 - (ctx.static.steer is not None)
+        count = len(saved) - 16 - (ctx.static.steer is not None)
         return None, None, None, None, *_slots_of(grads[count:]), *grads[:count]
 
 
@@ -274,7 +274,7 @@ def _back(
     low: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of tensors and bias; `rest` is what the forward formed and what it got."""
-    ready, rest, steer = Numbers(*rest[:6]), rest[6:], static.steer
+    ready, rest, steer = Numbers(*rest[:7]), rest[7:], static.steer
     scale: Any
     scale, rest = (None, rest) if steer is None else (rest[0], rest[1:])
     (lengths, ids, seed), bias = rest[:3], Bias(*rest[3:6])
@@ -315,7 +315,7 @@ def _(tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: 
     known, v = parse(static, sizes), Inputs.of(tuple(tensors), Bias(), None, None, None).v
     out = triton_plan.empty(v, *known.shape, v.shape[-1], known.tokens)
     lse = v.new_empty(known.shape, dtype=torch.float32)
-    low = torch.empty_like(out) if triton_launch.keeps_low(known, v) else lse.new_empty(0)
+    low = triton_launch.empty_low(out, triton_launch.keeps_low(known, v))
     band = v.new_empty(0)
     if known.clip >= 0:
         shape = bands.shape_of(Bias(table, asking, rows), known, v.shape[2])

@@ -65,19 +65,26 @@ SLOTS = gl.constexpr(3)
 LEAVING = gl.constexpr(2)
 # A number per key that leaves no weight, and ends neither float32 nor bfloat16.
 LOWEST = gl.constexpr(-3e38)
+# Blocks of queries whose sums a program begins, and the most of others, begun elsewhere, that see its keys.
+MINE = gl.constexpr(2)
+WATCHED = gl.constexpr(64)
 # Notes on tickets that lie in shared memory: when one is drawn, all groups have read that of three turns before.
 TICKETS = gl.constexpr(4)
 
 
 @gluon.jit
-def _begun(place):
-    """Whether sums of a block of queries have begun.
+def _wait_begun(begun, count):
+    """Waits until sums of so many blocks of queries have begun, WATCHED at most.
 
     Nothing is read after it that the first level of the cache may hold: the copy engine adds in the second,
-    where sums lay before this was said. So it does not have to acquire, which would stop all warps.
+    where sums lay before this was said. So it does not have to acquire.
     """
     code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
-    return gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1)
+    n = gl.arange(0, WATCHED, gl.BlockedLayout([1], [32], [4], [0]))
+    place = begun + gl.minimum(n, count - 1)
+    has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
+    while has == 0:
+        has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
 
 
 @gluon.jit
@@ -318,14 +325,6 @@ def _whole(x):
 
 
 @gluon.jit
-def _wait_begun(has, begun, step, steps):
-    """Waits for sums of a block; whether those of the next have begun, which takes a while to hear."""
-    while (has == 0) & (step < steps):
-        has = _begun(begun + step)
-    return _begun(begun + gl.minimum(step + 1, steps - 1))
-
-
-@gluon.jit
 def _say_begun(begun, step):
     """Says that sums of the block before a step have begun, once they have."""
     _landed()
@@ -337,10 +336,13 @@ def _say_begun(begun, step):
 def _add(
     step, inputs, E0: gl.constexpr, EACH: gl.constexpr, BEGINS: gl.constexpr, SAYS: gl.constexpr
 ):
-    """Adds what all keys of a program give to sums of one block of queries; BEGINS: those begin with it."""
+    """Adds what all keys of a program give to sums of one block of queries.
+
+    BEGINS: they begin with it. SAYS: that those of the block before did is said.
+    """
     (
         DQ, bounds, begun, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
-        done, turn, b, h, start,
+        done, turn, b, h, start, steps,
     ) = inputs  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -376,6 +378,9 @@ def _add(
         _say_begun(begun, step)
     else:
         barrier()
+    if SAYS and not BEGINS:
+        # From here on others must have begun.
+        _wait_begun(begun + step, steps - step)
     place = [b, h, 0, start + step * BLOCK]
     if BEGINS:
         store(DQ, place, target)
@@ -423,27 +428,19 @@ def _sum(
         mbarrier.arrive(used.index(turn % BUFFERS), count=1)
         inner = (
             DQ, bounds, begun, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
-            done, turn, b, h, start,
+            done, turn, b, h, start, steps,
         )  # fmt: skip
         early = 0
         if FRESH:
-            has = _begun(begun)
             if part < parts - last:
                 # Sums of the program's own places begin here, and a step later that is said.
-                MINE: gl.constexpr = 2 * OWN // BLOCK
                 for step in gl.static_range(MINE + 1):
-                    if step == MINE:
-                        has = _wait_begun(has, begun, step, steps)
-                    elif step == MINE - 1:
-                        has = _begun(begun + gl.minimum(MINE, steps - 1))
                     if step < steps:
                         _add(step, inner, E0, EACH, step < MINE, step > 0)
                     elif step == steps:
                         _say_begun(begun, step)
                 early = gl.minimum(steps, MINE + 1)
         for step in range(early, steps):
-            if FRESH:
-                has = _wait_begun(has, begun, step, steps)
             _add(step, inner, E0, EACH, False, False)
         done += steps
         turn += 1
@@ -772,7 +769,18 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "last", "together", "offset"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_heads",
+        "first",
+        "seed",
+        "blocks",
+        "parts",
+        "last",
+        "together",
+        "offset",
+    ]
+)
 def backward_keys(
     Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0, OWN_V,
     BOUNDS, MOST, SHARES, BEGUN, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
@@ -793,7 +801,7 @@ def backward_keys(
     and so has what is stored.
     SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on; FRESH: from 0 on
     for the last heads alone, and BEGUN, of each block of queries, is 0 for all others. That takes a causal
-    filter, and as many queries as keys: a key at the place of a query is seen by it.
+    window, and as many queries as keys: a key at the place of a query is seen by it.
     OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
     A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
     drawn so far at the place `offset`, and for a second pass, of the second slot, at the next.

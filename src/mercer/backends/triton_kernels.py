@@ -529,13 +529,40 @@ def _ones(BM: tl.constexpr, dtype: tl.constexpr, MODE: tl.constexpr):
     return out
 
 
+@triton.constexpr_function
+def _bits_beyond(dtype):
+    """Bits of float32 that lie beyond those of half precision, and eight more."""
+    return {tl.float16: 5}.get(dtype, 8)
+
+
+@triton.jit
+def _taken(out, rounded, DTYPE: tl.constexpr):
+    """What rounding to half precision took: eight more bits, to be added to those of the rounded number."""
+    SHIFT: tl.constexpr = _bits_beyond(DTYPE)
+    near = rounded.to(tl.float32)
+    bits = near.to(tl.int32, bitcast=True)
+    taken = (out.to(tl.int32, bitcast=True) - bits + (1 << (SHIFT - 1))) >> SHIFT
+    taken = tl.maximum(tl.minimum(taken, 127), -128)
+    # Nothing of what is not finite.
+    return tl.where(tl.abs(near) < float("inf"), taken, 0).to(tl.int8)
+
+
+@triton.jit
+def _given_back(rounded, taken, DTYPE: tl.constexpr):
+    """What `_taken` was called for, but for its last bits."""
+    SHIFT: tl.constexpr = _bits_beyond(DTYPE)
+    near = rounded.to(tl.float32)
+    bits = near.to(tl.int32, bitcast=True) + (taken.to(tl.int32) << SHIFT)
+    return bits.to(tl.float32, bitcast=True)
+
+
 @triton.jit
 def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
     """Store an output, and what rounding takes from it: the backward needs <dO, O> better."""
     rounded = out.to(OUT.dtype.element_ty)
     tl.store(OUT + offset, rounded, mask=mask)
     if HAS_LOW:
-        tl.store(LOW + offset, (out - rounded.to(tl.float32)).to(LOW.dtype.element_ty), mask=mask)
+        tl.store(LOW + offset, _taken(out, rounded, OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -880,10 +907,11 @@ def merge(
 @triton.jit
 def _exactly(OUT, LOW, offset, mask, HAS_LOW: tl.constexpr):
     """An output with what rounding took from it."""
-    out = tl.load(OUT + offset, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(OUT + offset, mask=mask, other=0.0)
     if HAS_LOW:
-        out += tl.load(LOW + offset, mask=mask, other=0.0).to(tl.float32)
-    return out
+        taken = tl.load(LOW + offset, mask=mask, other=0)
+        return _given_back(out, taken, OUT.dtype.element_ty)
+    return out.to(tl.float32)
 
 
 @triton.jit

@@ -99,7 +99,8 @@ def prepare(
         mode = static.slots[0].mode
         wanted = spread and cols[0].numel() > 0
         columns = _columns(cols[0], x.v.dtype, mode) if wanted else cols[0]
-    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, band)
+    none = band.new_empty(0, dtype=torch.float32)
+    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, none, band)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
@@ -178,6 +179,8 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     ready = prepare(x, static, bands.form(x.bias, static, v), inside, parts)
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
+    if parts == 1 and not others and hopper.says_tops(p):
+        ready = ready._replace(tops=hopper.empty_tops(p, v))
     out, low, lse = forward_of(x, p, ready, parts, inside, keeps)
     for other in others:
         far = forward_of(x, other, ready, keeps=keeps)
@@ -225,7 +228,7 @@ def forward_of(
     batch, heads, num_queries = static.shape
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
-    low = torch.empty_like(out) if keeps else lse.new_empty(0)
+    low = empty_low(out, keeps)
     if parts == 1 and own is None and hopper.forwards(p):
         hopper.forward(x, p, ready, out, low, lse)
         return out, low, lse
@@ -253,6 +256,11 @@ def keeps_low(static: Static, v: Tensor) -> bool:
     """Whether to keep what rounding takes from the output."""
     half = v.dtype.itemsize == 2
     return half and (static.precise or (static.trains and static.clip >= 0))
+
+
+def empty_low(out: Tensor, keeps: bool) -> Tensor:
+    """Room for what rounding takes from an output: eight bits of each number."""
+    return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
 def _splits(x: Inputs, static: Static) -> int:

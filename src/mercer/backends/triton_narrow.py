@@ -17,7 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .triton_hopper import BLOCK, OWN, _along, _within, barrier, load, store
-from .triton_kernels import COLUMNS, LN2, LOG2E, _down, _finite, _key_range, _scale, _visible
+from .triton_kernels import (
+    COLUMNS,
+    LN2,
+    LOG2E,
+    _down,
+    _finite,
+    _key_range,
+    _scale,
+    _taken,
+    _visible,
+)
+from .triton_summed import _most
 
 
 @gluon.jit
@@ -55,19 +66,21 @@ def _weights(t, peak, rate, MODE0: gl.constexpr, STILL: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_heads", "first", "seed"])
 def forward(
-    Q0, K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE,
+    Q0, K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE, TOPS,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr, FILTER: gl.constexpr,
-    SIMPLE: gl.constexpr, HAS_LOW: gl.constexpr, SPREAD: gl.constexpr, STILL: gl.constexpr,
+    SIMPLE: gl.constexpr, HAS_LOW: gl.constexpr, HAS_TOPS: gl.constexpr, SPREAD: gl.constexpr, STILL: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """out and log_mass of 64 queries of one head.
 
     K1: numbers per key as columns, where SPREAD. STILL: no weight is above that of no distance. Values are
     taken to be finite, and with STILL weights of a row not to vanish all; a block where not is done again.
+    HAS_TOPS: the last keys that are seen are those at the queries' places. How large their values are is for
+    `before_sums`.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -223,6 +236,10 @@ def forward(
                 gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2)), vs.index(0), acc
             )
             fence_async_shared()
+    if HAS_TOPS:
+        x = vs.index((steps - 1) % STAGES).load(SUMS).to(gl.float32)
+        squares = gl.sum(x * x, 1)
+        gl.store(TOPS + bh * gl.num_programs(0) + block, _most(squares, squares >= 0.0, 0.0))
     empty = mass == 0.0
     safe = gl.where(empty, 1.0, mass)
     out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, SUMS))[:, None]
@@ -232,11 +249,13 @@ def forward(
     # What was copied in leaves room for what is copied out.
     barrier()
     vs.index(0).store(rounded)
+    low = vs.index(1)
     if HAS_LOW:
-        vs.index(1).store((out - rounded.to(gl.float32)).to(DTYPE))
+        low = low._reinterpret(gl.int8, [OWN, V], gl.NVMMASharedLayout(64, 8))
+        low.store(_taken(out, rounded, DTYPE))
     fence_async_shared()
     barrier()
     store(OUT, [b, h, block * OWN, 0], vs.index(0))
     if HAS_LOW:
-        store(LOW, [b, h, block * OWN, 0], vs.index(1))
+        store(LOW, [b, h, block * OWN, 0], low)
     tma.store_wait(0)

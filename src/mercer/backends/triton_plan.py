@@ -141,6 +141,7 @@ class Numbers(NamedTuple):
     row0: Tensor
     row1: Tensor
     columns: Tensor  # the first slot's numbers per key as columns of a product, or as they are
+    tops: Tensor  # the largest |v| of each block of keys, where the forward says it, or empty
     band: Tensor  # what a table says of the pairs within its reach, or empty
 
 
@@ -217,7 +218,7 @@ def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
 def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     slots = static.slots
     batch, heads, _ = static.shape
-    c0, c1, row0, row1, columns, band = ready
+    c0, c1, row0, row1, columns, _, band = ready
     two, spread = len(slots) == 2, columns.dim() == 4
     q0, q1, k0, k1, v = x.q[0], x.q[-1], x.k[0], columns if spread else x.k[-1], x.v
     widths = (q0.shape[-1], q1.shape[-1], v.shape[-1])
