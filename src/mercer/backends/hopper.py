@@ -90,7 +90,7 @@ def says_tops(p: Plan) -> bool:
 
     A program has those of its queries' own places before it last, where they see them.
     """
-    return p.static.trains and forwards(p) and _own_last(p)
+    return p.static.trains and forwards(p) and _own_last(p) and _seen(p) >= MANY_KEYS
 
 
 def empty_tops(p: Plan, like: Tensor) -> Tensor:
