@@ -453,11 +453,11 @@ def _queries_span(
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, WANT0: tl.constexpr,
     WANT1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
-    STEADY: tl.constexpr, CUT: tl.constexpr, OWN: tl.constexpr,
+    STEADY: tl.constexpr, EVENED: tl.constexpr, CUT: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
 
-    STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. OWN: they are the
+    STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. EVENED: so is `inner`. OWN: they are the
     weight of the pair at the query's own place, and, where that has a key for itself (2), the gradient
     of its score; `own` is the score then, and `own_dp` the gradient of the weight.
     """
@@ -537,6 +537,8 @@ def _queries_span(
         dq0 = tl.dot(u0.to(kb0.dtype), kb0, dq0, input_precision=PRECISION)
         if HAS_ROW0:
             dr0 += tl.sum(u0, 1)
+        if EVENED:
+            inner += tl.sum(g * p, 1)
         if STEADY:
             x = t0 + half[:, None]
             ds0 += tl.sum(u0 * x, 1)
@@ -711,6 +713,10 @@ def backward_queries(
     # The scale of a link has a gradient in which large sums cancel. Weights were rounded for O, so
     # <dO, O> is not quite sum_j P dP; what it is off by is taken out.
     STEADY: tl.constexpr = WANT0 and LINK0 != IDENTITY and FORM != POLY and E1 == 0 and CLIP < 0
+    # So has a key that queries with scales of their own see from afar. In float32 it is to be exact: the pass
+    # over keys gets sum_j P dP itself.
+    EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY and CLIP < 0
+    EVENED: tl.constexpr = EACH and OWN == 0 and FIRST and PRECISION == "ieee"
     half = none
     if STEADY and NORM0:
         half = -0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
@@ -752,7 +758,7 @@ def backward_queries(
                 MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, SIDED,
                 _of_keys(span, FILTER, CLIP, SIDED), FILTER,
                 _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
-                WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, CUT, OWN,
+                WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, EVENED, CUT, OWN,
             )  # fmt: skip
     if OWN > 0:
         tl.store(SHARES + line + n, inner, mask=inside)
@@ -764,6 +770,8 @@ def backward_queries(
     moved = none
     if HAS_LSE:
         moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
+    if EVENED:
+        tl.store(DELTA + line + n, delta + (inner - moved), mask=inside)
     if WANT0 and MODE0 == 2 and LINK0 == IDENTITY and SPREAD:
         ds0 += _of_columns(dcs, ref0)
     sums = line + bh.to(tl.int64) * num_keys
