@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -5,6 +8,12 @@ import mercer as mc
 from mercer.commands import app
 
 run = CliRunner().invoke
+
+
+def test_python_runs_the_package_as_the_command():
+    command = [sys.executable, "-m", "mercer", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert mc.__version__ in done.stdout
 
 
 def test_systems_prints_a_row_for_each(monkeypatch):

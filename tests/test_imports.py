@@ -35,6 +35,7 @@ ORDER = [
     ("study_commands",),
     ("commands",),
     ("cli",),
+    ("__main__",),
 ]
 LEVEL = {name: n for n, names in enumerate(ORDER) for name in names}
 
