@@ -41,7 +41,7 @@ CACHED = 2**25
 # So many heads take turns where a program may have to wait for that of the next keys: it is as many
 # tickets ahead then.
 TOGETHER = 16
-# And so many blocks of queries can be waited for.
+# And so many blocks of queries can be waited for, as in triton_hopper.py.
 WATCHED = 64
 # How the kernels that read it are cut: (queries, keys, warps, stages). With one slot, smaller ones
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
@@ -271,7 +271,7 @@ def _begins(p: Plan) -> bool:
     """Whether sums of queries begin with what keys at their places give; nobody clears them then.
 
     Not where queries have scales of their own: there are no registers for it. And only in a window:
-    else nobody saw a difference.
+    without one it was slower.
     """
     few = min(GROUP * WATCHED, p.num_keys // 2)
     return _own_last(p) and p.constants["MODE0"] < 2 and _window(p) <= few
