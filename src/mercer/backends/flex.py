@@ -274,7 +274,10 @@ def _compiled(task: Task) -> _Compiled:
         # What dynamo learns of changing lengths it keeps by name.
         code = _attend.__code__.replace(co_name=f"attend_{len(_structures)}")
         own = FunctionType(code, _attend.__globals__)
-        _structures[key] = _Compiled(torch.compile(own, fullgraph=True, backend=COMPILER))
+        # On CPU what torch 2.13 generates for any length does not compile: so a length at a time.
+        dynamic = False if task.device.type == "cpu" and COMPILER == "inductor" else None
+        compiled = torch.compile(own, fullgraph=True, backend=COMPILER, dynamic=dynamic)
+        _structures[key] = _Compiled(compiled)
     return _structures[key]
 
 
