@@ -214,8 +214,9 @@ def _keys_span(
         if PART != 2:
             dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
         # Scales that are the same for all queries wait until the end of the block; those of each
-        # query cost nothing beside the difference.
-        ALONG: tl.constexpr = MODE0 == 2 and E1 == 0 and FORM != POLY
+        # query cost nothing beside the difference. But it rounds one of its products and not the other, so
+        # that equal ones do not vanish, as they have to in float32.
+        ALONG: tl.constexpr = MODE0 == 2 and E1 == 0 and FORM != POLY and PRECISION != "ieee"
         if ALONG:
             g = dp * scale0 - delta * scale0
         else:

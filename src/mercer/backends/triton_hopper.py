@@ -80,7 +80,7 @@ def _wait_begun(begun, count):
     where sums lay before this was said. So it does not have to acquire.
     """
     code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
-    n = gl.arange(0, WATCHED, gl.BlockedLayout([1], [32], [4], [0]))
+    n = gl.arange(0, WATCHED, gl.BlockedLayout([2], [32], [4], [0]))
     place = begun + gl.minimum(n, count - 1)
     has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
     while has == 0:
