@@ -83,7 +83,12 @@ def flex_attention(monkeypatch):
 def test_flex_attention_gets_the_weights_of_a_kernel(name):
     given = workload().inputs(name)
     peer = peers.FlexScored(name)
-    assert torch.allclose(peer.smooth(given), peer.exact(given), atol=1e-5)
+    outs = peer.smooth(given), peer.exact(given)
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=0)
+    named = given.named(parameters=True).values()
+    grads = [torch.autograd.grad(x.square().sum(), named, allow_unused=True) for x in outs]
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("flex_attention")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..backends import flex
+from ..backends import Task, flex
 from ..filters import Causal, Full
 from ..kernels import RBF
 from ..problem import prepare
@@ -140,13 +140,12 @@ class FlexScored(Peer):
         return _untrained(device)
 
     def smooth(self, given: Inputs) -> Tensor:
-        options = (given.filter, 0.0, False, "flex")
-        (task,) = prepare(given.kernel, given.q, given.k, given.v, *options).tasks()
+        # Of another task: what this one forms to find out keeps no way back to the parameters.
         with torch.no_grad():
-            why = flex.refuses(task)
+            why = flex.refuses(_task(given))
         if why is not None:
             raise ValueError(why)
-        return flex.run(task).out
+        return flex.run(_task(given)).out
 
 
 class Eager(Peer):
@@ -263,6 +262,13 @@ def build(kernels: Sequence[str] = SCORED) -> list[Peer]:
 
 
 PEERS = tuple(dict.fromkeys(peer.key for peer in build()))
+
+
+def _task(given: Inputs) -> Task:
+    """The one term of its kernel."""
+    options = (given.filter, 0.0, False, "flex")
+    (task,) = prepare(given.kernel, given.q, given.k, given.v, *options).tasks()
+    return task
 
 
 def _untrained(device: torch.device) -> str | None:
