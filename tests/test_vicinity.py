@@ -335,13 +335,20 @@ def test_memory_is_linear_in_the_length():
     assert largest < length * 64
 
 
+def smoothed(kernel, q, k, v, key_taps, value_taps, **options):
+    taps = {"key_taps": key_taps, "value_taps": value_taps}
+    return mc.vicinity(q, k, v, kernel=kernel, **taps, **options)
+
+
 def test_dropout_keeps_the_mean_and_the_sum_of_a_kernel_drops_as_one():
     q, k, v, *taps = draw(mc.Exponential(), 3, (True, True))
+    given = [q.part("content"), k.part("content"), v, *taps]
+    # What is in a batch is dropped apart.
+    many = [x.repeat(200, *[1] * (x.dim() - 1)) for x in given]
     for kernel in (mc.Exponential(), mc.Exponential() + mc.Exponential(0.3)):
-        options = {"key_taps": taps[0], "value_taps": taps[1], "kernel": kernel}
-        want = mc.vicinity(q, k, v, **options)
-        runs = [mc.vicinity(q, k, v, dropout_p=0.3, **options) for _ in range(2000)]
-        runs = torch.stack(runs)
+        want = smoothed(kernel, *given)
+        runs = torch.cat([smoothed(kernel, *many, dropout_p=0.3) for _ in range(10)])
+        runs = runs.unflatten(0, (2000, -1))
         apart = (runs.mean(0) - want).abs()
         assert (apart <= 6 * runs.std(0) / 2000**0.5 + 1e-12).all()
         # The first query has one key, which is kept whole or dropped.
