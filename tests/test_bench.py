@@ -48,7 +48,8 @@ def test_a_row_for_every_kernel_and_peer():
     assert done.exit_code == 0, done.output
     for name in KERNELS:
         assert f"{name}, auto: " in done.output
-    for name in ("softmax, SDPA", "rbf, eager, cdist", "rbf, eager, cdist by matmul"):
+    eager = ("rbf, eager, cdist", "rbf, eager, cdist by matmul", "alibi, eager")
+    for name in ("softmax, SDPA", *eager):
         assert name in done.output
     assert "skipped keops: pykeops is not installed" in done.output
     assert "skipped flex: torch has no backward for it on CPU" in done.output
@@ -80,15 +81,26 @@ def flex_attention(monkeypatch):
 
 @pytest.mark.usefixtures("flex_attention")
 @pytest.mark.parametrize("name", peers.SCORED)
-def test_flex_attention_gets_the_weights_of_a_kernel(name):
+@pytest.mark.parametrize("form", [peers.FlexScored, peers.EagerScored])
+def test_peers_get_the_weights_of_a_kernel(form, name):
     given = workload().inputs(name)
-    peer = peers.FlexScored(name)
+    peer = form(name)
+    assert peer.settle(given, forward_only=False) == {peer: False}
     outs = peer.smooth(given), peer.exact(given)
     torch.testing.assert_close(*outs, atol=1e-5, rtol=0)
     named = given.named(parameters=True).values()
     grads = [torch.autograd.grad(x.square().sum(), named, allow_unused=True) for x in outs]
     for got, want in zip(*grads, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+
+
+def test_flex_attention_is_asked_once_and_not_in_every_call(monkeypatch):
+    def refuses(task):
+        pytest.fail("asked in a call that is timed")
+
+    monkeypatch.setattr(peers.flex, "run", chunked.run)
+    monkeypatch.setattr(peers.flex, "refuses", refuses)
+    peers.FlexScored("laplace").smooth(workload().inputs("laplace"))
 
 
 @pytest.mark.usefixtures("flex_attention")

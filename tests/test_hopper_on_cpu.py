@@ -11,6 +11,8 @@ import pytest
 import torch
 from gluon_on_cpu import Descriptor, Pointer, module
 
+from mercer.backends import hopper
+
 BATCH, HEADS, LENGTH, DIM = 2, 2, 150, 16
 LOG2E = math.log2(math.e)
 CAUSAL = (1, -1, -1, -1, 0, 0, 0, 0, 0, 0)
@@ -248,6 +250,13 @@ def test_hidden_keys_that_are_not_finite_leave_gradients_alone(mode):
     got = call.run(3, longest=True, stages=2, buffers=2, seed=1)
     for what, x in want.items():
         assert torch.allclose(got[what], x, rtol=1e-4, atol=1e-4), what
+
+
+def test_who_starts_kernels_knows_how_they_are_cut():
+    """`hopper` has these, too: it must not import Triton before there is something to start."""
+    kernels, summed = (module(name, 1, 0) for name in ("triton_hopper", "triton_summed"))
+    assert kernels.BLOCK == kernels.OWN == summed.PLACES == hopper.GROUP
+    assert kernels.WATCHED == hopper.WATCHED
 
 
 def test_a_second_pass_draws_tickets_of_its_own():

@@ -171,7 +171,7 @@ def member(rank, size, port, settings, stop_at, answers):
     from torch.distributed.tensor import DTensor
 
     torch.set_num_threads(1)
-    # So that what differs is no rounding, which Adam would divide by gradients that are nothing else.
+    # In float32 curves part by rounding: Adam divides it by gradients that are nothing else.
     torch.set_default_dtype(torch.float64)
     from mercer.train import Settings, run
     from mercer.train.trainer import KernelTrainer

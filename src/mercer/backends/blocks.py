@@ -22,6 +22,15 @@ def block_side(batch_heads: int) -> int:
     return max(64, min(1024, 2 ** int(math.log2(max(side, 64)))))
 
 
+def by_distance(table: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """A table of distances, [B, H, queries or 1, 2c + 1], for queries at i and keys at j."""
+    clip = (table.shape[-1] - 1) // 2
+    index = (i[:, None] - j).clamp(-clip, clip) + clip
+    if table.shape[2] == 1:
+        return table[:, :, 0][:, :, index]
+    return table.gather(-1, index.expand(*table.shape[:2], *index.shape))
+
+
 class Blocks:
     """The visible blocks of one call, and what every one of them computes from the inputs."""
 
@@ -115,14 +124,9 @@ class Blocks:
 
     def bias(self, rows: slice, cols: slice) -> Tensor:
         assert self.table is not None
-        clip = (self.table.shape[-1] - 1) // 2
-        i = torch.arange(rows.start, rows.stop, device=self.v.device)[:, None] + self.start
+        i = torch.arange(rows.start, rows.stop, device=self.v.device) + self.start
         j = torch.arange(cols.start, cols.stop, device=self.v.device)
-        index = (i - j).clamp(-clip, clip) + clip
-        table = self.table if self.table.shape[2] == 1 else self.table[:, :, rows]
-        if table.shape[2] == 1:
-            return table[:, :, 0][:, :, index]
-        return table.gather(-1, index.expand(*table.shape[:2], *index.shape))
+        return by_distance(self.table if self.table.shape[2] == 1 else self.table[:, :, rows], i, j)
 
     def add_to_table(self, grad: Tensor, ds: Tensor, rows: slice, cols: slice) -> None:
         """Sums along the diagonals of a block: a shear, then slices; no scatter."""

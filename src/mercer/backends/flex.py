@@ -67,7 +67,7 @@ def memory(task: Task) -> int:
 
 
 def run(task: Task) -> Smoothed:
-    lowered = _lower(task)
+    lowered = lower(task)
     heads = lowered.k.shape[1]
     v = task.v
     if heads != v.shape[1] or (task.heads // heads).bit_count() != 1:
@@ -188,7 +188,7 @@ def _captured(term: Term) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Lowered:
+class Lowered:
     """link(scale_i (<q_i, k_j> + col_j) + row_i) + bias_j + table; without a link, q is scaled."""
 
     q: Tensor  # [B or 1, H or 1, Q, E]
@@ -202,7 +202,8 @@ class _Lowered:
     place: Tensor | None  # of the first query, K - Q
 
 
-def _lower(task: Task) -> _Lowered:
+def lower(task: Task) -> Lowered:
+    """Features of one dot product in the dtype of values, and the numbers around it in float32."""
     dtype, shape = task.v.dtype, (task.batch, task.heads)
     linked = [f for f in task.term.factors if f.link is not None]
     plain = [f for f in task.term.factors if f.link is None]
@@ -232,7 +233,7 @@ def _lower(task: Task) -> _Lowered:
         # On the device, so that another length is no reason to compile again.
         place = q.new_full((), task.num_keys - task.num_queries, dtype=torch.int32)
     link = linked[0].link if linked else None
-    return _Lowered(q, k, scale, row, col, bias, table, link, place)
+    return Lowered(q, k, scale, row, col, bias, table, link, place)
 
 
 def _none(task: Task, *, keys: bool = False) -> Tensor:
@@ -309,7 +310,7 @@ def _limit() -> type[Exception]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, given: _Lowered, mask: BlockMask | None, more: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, given: Lowered, mask: BlockMask | None, more: dict[str, Any],
     options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What is compiled. Run as it stands it would form all pairs, so it raises."""

@@ -239,7 +239,7 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given = (lengths, ids, seed, table, asking, by, *tensors)
         out, lse, low, *ready = play("forward", static, given, partial(_start, static))
-        ctx.static = static
+        ctx.static, ctx.count = static, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, low, *ready, *given)
         return out, lse
@@ -252,8 +252,7 @@ class _Fused(torch.autograd.Function):
         grads = play(
             "backward", ctx.static, (grad_out, grad_lse, *saved), partial(_back, ctx.static)
         )
-        count = len(saved) - 16 - (ctx.static.steer is not None)
-        return None, None, None, None, *_slots_of(grads[count:]), *grads[:count]
+        return None, None, None, None, *_slots_of(grads[ctx.count :]), *grads[: ctx.count]
 
 
 def _start(
@@ -274,7 +273,8 @@ def _back(
     low: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of tensors and bias; `rest` is what the forward formed and what it got."""
-    ready, rest, steer = Numbers(*rest[:7]), rest[7:], static.steer
+    count, steer = len(Numbers._fields), static.steer
+    ready, rest = Numbers(*rest[:count]), rest[count:]
     scale: Any
     scale, rest = (None, rest) if steer is None else (rest[0], rest[1:])
     (lengths, ids, seed), bias = rest[:3], Bias(*rest[3:6])

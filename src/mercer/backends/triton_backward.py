@@ -458,9 +458,9 @@ def _queries_span(
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
 
-    STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. EVENED: so is `inner`. OWN: they are the
-    weight of the pair at the query's own place, and, where that has a key for itself (2), the gradient
-    of its score; `own` is the score then, and `own_dp` the gradient of the weight.
+    STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. EVENED: so is `inner`.
+    OWN: they are the weight of the pair at the query's own place, and, where that has a key for itself (2),
+    the gradient of its score; `own` is the score then, and `own_dp` the gradient of the weight.
     """
     CHECK: tl.constexpr = MASK or not EVEN
     # A scale of each query has a gradient that needs the numbers themselves.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backends import Task, flex
+from ..backends.blocks import by_distance
 from ..filters import Causal, Full
 from ..kernels import RBF
 from ..problem import prepare
@@ -26,7 +28,7 @@ from ..term import accumulator
 from .contenders import Contender, refuse_to_swap
 from .workload import Inputs
 
-# Kernels of one dot product that FlexAttention has no peer of its own for.
+# Kernels of one dot product that have no peer of their own.
 SCORED = (
     "alibi", "adaptive", "product", "relative-sinusoid", "lookup", "buckets", "polynomial",
     "rational", "laplace", "matern",
@@ -139,12 +141,16 @@ class FlexScored(Peer):
     def available(self, device: torch.device) -> str | None:
         return _untrained(device)
 
-    def smooth(self, given: Inputs) -> Tensor:
-        # Of another task: what this one forms to find out keeps no way back to the parameters.
+    def settle(self, given: Inputs, *, forward_only: bool) -> dict[Contender, bool]:
+        # Asked of a task of its own, and not in every call: what is formed to find out keeps no way
+        # back to the parameters, and is no part of the time.
         with torch.no_grad():
             why = flex.refuses(_task(given))
         if why is not None:
             raise ValueError(why)
+        return super().settle(given, forward_only=forward_only)
+
+    def smooth(self, given: Inputs) -> Tensor:
         return flex.run(_task(given)).out
 
 
@@ -173,6 +179,38 @@ class Eager(Peer):
         weight = torch.exp(-distance / (2 * _bandwidth(given).to(wide)[:, None, None] ** 2))
         weight = weight.masked_fill(hidden, 0.0)
         return (weight / weight.sum(-1, keepdim=True)).to(v.dtype) @ v
+
+
+class EagerScored(Peer):
+    """Another kernel as it is usually written: all scores, what changes them, mask, softmax."""
+
+    key = "eager-scored"
+    trains = True
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel, self.name = kernel, f"{kernel}, eager"
+        self.mask = cache(lambda filter, *rest: filter.mask(*rest))
+
+    def smooth(self, given: Inputs) -> Tensor:
+        task = _task(given)
+        size = task.batch * task.heads, task.num_queries, task.num_keys
+        if task.device.type == "cpu":
+            refuse_to_swap(6 * math.prod(size) * accumulator(task.v.dtype).itemsize)
+        x = flex.lower(task)
+        scores = (x.q @ x.k.mT).float()
+        if x.link is not None:
+            scores = scores if x.col is None else scores + x.col[:, :, None]
+            scores = scores if x.scale is None else scores * x.scale[..., None]
+            scores = x.link.log(scores if x.row is None else scores + x.row[..., None])
+        elif x.col is not None and x.scale is not None:
+            scores = scores + x.scale[..., None] * x.col[:, :, None]
+        if x.bias is not None:
+            scores = scores + x.bias[:, :, None]
+        if task.term.table is not None:
+            j = torch.arange(task.num_keys, device=task.device)
+            scores = scores + by_distance(task.term.table.float(), j[-task.num_queries :], j)
+        hidden = ~self.mask(given.filter, *size[1:], task.device)
+        return torch.softmax(scores.masked_fill(hidden, -math.inf), -1).to(task.v.dtype) @ task.v
 
 
 class XTransformers(Peer):
@@ -243,7 +281,7 @@ class KeOps(Peer):
 def build(kernels: Sequence[str] = SCORED) -> list[Peer]:
     """Every peer, fresh; those of torch's own operator come first.
 
-    `kernels`: beside which of them FlexAttention stands, too, where that is a row for each.
+    `kernels`: beside which of them FlexAttention and the eager form stand, too, a row for each.
     """
     return [
         SDPA("sdpa", ""),
@@ -255,6 +293,7 @@ def build(kernels: Sequence[str] = SCORED) -> list[Peer]:
         *(FlexScored(kernel) for kernel in SCORED if kernel in kernels),
         Eager("eager-cdist", "cdist", by_matmul=False),
         Eager("eager-matmul", "cdist by matmul", by_matmul=True),
+        *(EagerScored(kernel) for kernel in SCORED if kernel in kernels),
         XTransformers(),
         FlashLinear(),
         KeOps(),
