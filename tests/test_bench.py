@@ -13,7 +13,7 @@ import mercer as mc
 from mercer import bench
 from mercer.backends import chunked
 from mercer.bench import check as bench_check
-from mercer.bench import machine, measure, peers, report
+from mercer.bench import machine, measure, peers, report, written
 from mercer.bench.catalogue import KERNELS, build_filter
 from mercer.bench.check import check
 from mercer.bench.contenders import Ours, refuse_to_swap
@@ -74,14 +74,14 @@ def test_figures_are_positive_and_relative_to_sdpa():
 @pytest.fixture
 def flex_attention(monkeypatch):
     """Something in place of it that runs here."""
-    monkeypatch.setattr(peers.flex, "run", chunked.run)
-    monkeypatch.setattr(peers.flex, "_refuses_place", lambda task: None)
-    monkeypatch.setattr(peers.FlexScored, "available", lambda *_: None)
+    monkeypatch.setattr(written.flex, "run", chunked.run)
+    monkeypatch.setattr(written.flex, "_refuses_place", lambda task: None)
+    monkeypatch.setattr(written.FlexScored, "available", lambda *_: None)
 
 
 @pytest.mark.usefixtures("flex_attention")
-@pytest.mark.parametrize("name", peers.SCORED)
-@pytest.mark.parametrize("form", [peers.FlexScored, peers.EagerScored])
+@pytest.mark.parametrize("name", written.SCORED)
+@pytest.mark.parametrize("form", [written.FlexScored, written.EagerScored])
 def test_peers_get_the_weights_of_a_kernel(form, name):
     given = workload().inputs(name)
     peer = form(name)
@@ -98,9 +98,9 @@ def test_flex_attention_is_asked_once_and_not_in_every_call(monkeypatch):
     def refuses(task):
         pytest.fail("asked in a call that is timed")
 
-    monkeypatch.setattr(peers.flex, "run", chunked.run)
-    monkeypatch.setattr(peers.flex, "refuses", refuses)
-    peers.FlexScored("laplace").smooth(workload().inputs("laplace"))
+    monkeypatch.setattr(written.flex, "run", chunked.run)
+    monkeypatch.setattr(written.flex, "refuses", refuses)
+    written.FlexScored("laplace").smooth(workload().inputs("laplace"))
 
 
 @pytest.mark.usefixtures("flex_attention")

@@ -43,6 +43,17 @@ class Contender:
         return {self: forward_only}
 
 
+class Peer(Contender):
+    """Another way to the same result."""
+
+    key: str
+    trains = False
+
+    def available(self, device: torch.device) -> str | None:
+        """Why it cannot run on this device, or None."""
+        return None
+
+
 @dataclass(frozen=True)
 class Ours(Contender):
     """A kernel of the catalogue on a backend of this library."""

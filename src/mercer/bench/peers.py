@@ -1,4 +1,4 @@
-"""What else a user could run: torch's own attention, eager code, and other libraries.
+"""What else a user could run: torch's own attention, what one would write, other libraries.
 
 A peer is made anew for every workload, so that masks and compiled code are made once for it and
 are no part of its time. `available` says why it cannot run on a device at all.
@@ -8,42 +8,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..backends import Task, flex
-from ..backends.blocks import by_distance
 from ..filters import Causal, Full
-from ..kernels import RBF
-from ..problem import prepare
 from ..term import accumulator
-from .contenders import Contender, refuse_to_swap
+from .contenders import Peer
 from .workload import Inputs
-
-# Kernels of one dot product that have no peer of their own.
-SCORED = (
-    "alibi", "adaptive", "product", "relative-sinusoid", "lookup", "buckets", "polynomial",
-    "rational", "laplace", "matern",
-)  # fmt: skip
-
-
-class Peer(Contender):
-    """Another way to the same result."""
-
-    key: str
-    trains = False
-
-    def available(self, device: torch.device) -> str | None:
-        """Why it cannot run on this device, or None."""
-        return None
+from .written import SCORED, Eager, EagerScored, Flex, FlexRBF, FlexScored, bandwidth
 
 
 class SDPA(Peer):
@@ -78,141 +56,6 @@ class SDPA(Peer):
                 raise ValueError(why[0] if why else str(error).splitlines()[0]) from None
 
 
-class Flex(Peer):
-    """Softmax attention by a compiled FlexAttention, with the filter's block mask."""
-
-    key, name, kernel = "flex", "softmax, FlexAttention", "softmax"
-
-    def __init__(self) -> None:
-        self.mask = cache(lambda filter, *rest: filter.block_mask(*rest))
-        self.compiled: Any = None
-
-    def available(self, device: torch.device) -> str | None:
-        return _untrained(device)
-
-    def attend(self, q: Tensor, k: Tensor, given: Inputs, **arguments: Any) -> Tensor:
-        if self.compiled is None:
-            from torch.nn.attention.flex_attention import flex_attention
-
-            # Past a few shapes torch stops compiling and runs dense in silence: begin anew for
-            # each workload, and have it raise.
-            torch.compiler.reset()
-            self.compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-        mask = self.mask(given.filter, q.shape[2], k.shape[2], q.device)
-        out: Tensor = self.compiled(q, k, given.v, block_mask=mask, **arguments)
-        return out
-
-    def smooth(self, given: Inputs) -> Tensor:
-        q, k, _ = given.plain
-        return self.attend(q, k, given)
-
-
-class FlexRBF(Flex):
-    """RBF by FlexAttention, with the number per key as a captured tensor."""
-
-    key, name, kernel = "flex-rbf", "rbf, FlexAttention with a key bias", "rbf"
-    trains = True
-
-    def smooth(self, given: Inputs) -> Tensor:
-        q, k, _ = given.plain
-        precision = _bandwidth(given).float() ** -2  # [H]
-        bias = -0.5 * precision[:, None] * k.float().square().sum(-1)  # [B, H, K]
-
-        def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + bias[b, h, j]
-
-        scaled = (q.float() * precision[:, None, None]).to(q.dtype)
-        return self.attend(scaled, k, given, score_mod=add_bias, scale=1.0)
-
-
-class FlexScored(Peer):
-    """Another kernel by FlexAttention: what is not a dot product is a change of scores.
-
-    It is the backend `flex`, which refuses where a captured tensor needs a gradient: torch sums
-    that up by atomics. Here it may, since it is what one would write without this library.
-    """
-
-    key = "flex-scored"
-    trains = True
-
-    def __init__(self, kernel: str) -> None:
-        self.kernel, self.name = kernel, f"{kernel}, FlexAttention"
-
-    def available(self, device: torch.device) -> str | None:
-        return _untrained(device)
-
-    def settle(self, given: Inputs, *, forward_only: bool) -> dict[Contender, bool]:
-        # Asked of a task of its own, and not in every call: what is formed to find out keeps no way
-        # back to the parameters, and is no part of the time.
-        with torch.no_grad():
-            why = flex.refuses(_task(given))
-        if why is not None:
-            raise ValueError(why)
-        return super().settle(given, forward_only=forward_only)
-
-    def smooth(self, given: Inputs) -> Tensor:
-        return flex.run(_task(given)).out
-
-
-class Eager(Peer):
-    """RBF as it is usually written: all distances, exp, mask, normalise."""
-
-    kernel = "rbf"
-    trains = True
-
-    def __init__(self, key: str, title: str, *, by_matmul: bool) -> None:
-        self.key, self.name, self.by_matmul = key, f"rbf, eager, {title}", by_matmul
-        self.mask = cache(lambda filter, *rest: filter.mask(*rest))
-
-    def smooth(self, given: Inputs) -> Tensor:
-        q, k, v = given.plain
-        wide = accumulator(q.dtype)
-        if q.device.type == "cpu":
-            refuse_to_swap(6 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * wide.itemsize)
-        if self.by_matmul:
-            q2, k2 = (x.to(wide).square().sum(-1) for x in (q, k))
-            distance = q2[..., None] + k2[..., None, :] - 2 * (q @ k.mT).to(wide)
-        else:
-            mode = "donot_use_mm_for_euclid_dist"
-            distance = torch.cdist(q.to(wide), k.to(wide), compute_mode=mode).square()
-        hidden = ~self.mask(given.filter, q.shape[2], k.shape[2], q.device)
-        weight = torch.exp(-distance / (2 * _bandwidth(given).to(wide)[:, None, None] ** 2))
-        weight = weight.masked_fill(hidden, 0.0)
-        return (weight / weight.sum(-1, keepdim=True)).to(v.dtype) @ v
-
-
-class EagerScored(Peer):
-    """Another kernel as it is usually written: all scores, what changes them, mask, softmax."""
-
-    key = "eager-scored"
-    trains = True
-
-    def __init__(self, kernel: str) -> None:
-        self.kernel, self.name = kernel, f"{kernel}, eager"
-        self.mask = cache(lambda filter, *rest: filter.mask(*rest))
-
-    def smooth(self, given: Inputs) -> Tensor:
-        task = _task(given)
-        size = task.batch * task.heads, task.num_queries, task.num_keys
-        if task.device.type == "cpu":
-            refuse_to_swap(6 * math.prod(size) * accumulator(task.v.dtype).itemsize)
-        x = flex.lower(task)
-        scores = (x.q @ x.k.mT).float()
-        if x.link is not None:
-            scores = scores if x.col is None else scores + x.col[:, :, None]
-            scores = scores if x.scale is None else scores * x.scale[..., None]
-            scores = x.link.log(scores if x.row is None else scores + x.row[..., None])
-        elif x.col is not None and x.scale is not None:
-            scores = scores + x.scale[..., None] * x.col[:, :, None]
-        if x.bias is not None:
-            scores = scores + x.bias[:, :, None]
-        if task.term.table is not None:
-            j = torch.arange(task.num_keys, device=task.device)
-            scores = scores + by_distance(task.term.table.float(), j[-task.num_queries :], j)
-        hidden = ~self.mask(given.filter, *size[1:], task.device)
-        return torch.softmax(scores.masked_fill(hidden, -math.inf), -1).to(task.v.dtype) @ task.v
-
-
 class XTransformers(Peer):
     """RBF by x-transformers' `l2_distance`, which lifts queries and keys in their own dtype."""
 
@@ -227,7 +70,7 @@ class XTransformers(Peer):
             causal=_is_causal(given, "x-transformers"),
             flash=True,
             l2_distance=True,
-            scale=0.5 * float(_bandwidth(given).detach()[0]) ** -2,
+            scale=0.5 * float(bandwidth(given).detach()[0]) ** -2,
         )
         out: Tensor = layer(*given.plain)[0]
         return out
@@ -268,7 +111,7 @@ class KeOps(Peer):
             raise ValueError("KeOps sums in the dtype itself, so half precision is too coarse")
         lazy = importlib.import_module("pykeops.torch").LazyTensor
         distance = (lazy(q[:, :, :, None].contiguous()) - lazy(k[:, :, None].contiguous())) ** 2
-        log = distance.sum(-1) * (-0.5 * float(_bandwidth(given).detach()[0]) ** -2)
+        log = distance.sum(-1) * (-0.5 * float(bandwidth(given).detach()[0]) ** -2)
         if _is_causal(given, "KeOps"):
             j = torch.arange(k.shape[2], device=q.device, dtype=q.dtype)
             i = j[-q.shape[2] :] + 0.5
@@ -301,24 +144,6 @@ def build(kernels: Sequence[str] = SCORED) -> list[Peer]:
 
 
 PEERS = tuple(dict.fromkeys(peer.key for peer in build()))
-
-
-def _task(given: Inputs) -> Task:
-    """The one term of its kernel."""
-    options = (given.filter, 0.0, False, "flex")
-    (task,) = prepare(given.kernel, given.q, given.k, given.v, *options).tasks()
-    return task
-
-
-def _untrained(device: torch.device) -> str | None:
-    """Why FlexAttention cannot train on this device."""
-    return None if device.type == "cuda" else "torch has no backward for it on CPU"
-
-
-def _bandwidth(given: Inputs) -> Tensor:
-    """s, one per head."""
-    assert isinstance(given.kernel, RBF)
-    return given.kernel.bandwidth(given.v.shape[-1])
 
 
 def _is_causal(given: Inputs, name: str) -> bool:
