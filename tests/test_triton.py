@@ -465,17 +465,20 @@ def test_two_wide_parts_take_a_pass_each():
     compare(kernel, mc.Causal(), Shape(queries=70, keys=70, values=16), 128)
 
 
-@pytest.mark.parametrize("name", ["rbf-per-head", "polynomial", "matern-3/2", "eq-9"])
-@pytest.mark.parametrize(
-    "filter", [mc.Causal(), mc.Padding([300, 1500])], ids=["causal", "padding"]
-)
-def test_few_queries_cut_the_keys_into_parts(name, filter, monkeypatch):
-    parts = []
-    splits = triton_launch._splits
+def steps(kernel, filter, monkeypatch):
+    """Three queries against 1500 keys of two parts, beside the reference; the kernels started."""
+    parts, started = [], []
+    splits, start = triton_launch._splits, launches.Launch.__call__
     monkeypatch.setattr(
         triton_launch, "_splits", lambda *given: parts.append(splits(*given)) or parts[-1]
     )
-    kernel = ALL[name]().to(DEVICE)
+
+    def call(self, *rest):
+        started.append((self.kernel.__name__, self.constants))
+        start(self, *rest)
+
+    monkeypatch.setattr(launches.Launch, "__call__", call)
+    kernel = kernel.to(DEVICE)
     case = Case(kernel, filter, Shape(batch=2, queries=3, keys=1500), DIM, 0, torch.float32, DEVICE)
     q, k, v = case.inputs()
     with torch.no_grad():
@@ -484,6 +487,81 @@ def test_few_queries_cut_the_keys_into_parts(name, filter, monkeypatch):
     assert parts == [2]
     assert (got[0] - want["out"]).abs().max() < 1e-5
     assert (got[1] - want["log_mass"]).abs().max() < 1e-4
+    return started
+
+
+@pytest.mark.parametrize("name", ["rbf-per-head", "adaptive", "polynomial", "eq-9"])
+@pytest.mark.parametrize(
+    "filter", [mc.Causal(), mc.Padding([300, 1500])], ids=["causal", "padding"]
+)
+def test_few_queries_cut_the_keys_into_parts(name, filter, monkeypatch):
+    steps(ALL[name](), filter, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["laplace", "rational", "matern-1/2", "matern-3/2", "matern-5/2"])
+@pytest.mark.parametrize(
+    "filter", [mc.Causal(), mc.Padding([300, 1500])], ids=["causal", "padding"]
+)
+def test_to_few_queries_keys_are_read_once(name, filter, monkeypatch):
+    started = steps(ALL[name](), filter, monkeypatch)
+    # The norms of queries alone have a kernel of their own: four heads of three.
+    assert [name for name, _ in started] == ["half_norms", "forward", "merge"]
+    assert dict(started)["forward"]["INSIDE"]
+
+
+@pytest.mark.parametrize("scale", [0.5, 10.0])
+@pytest.mark.parametrize(
+    "filter", [mc.Causal(), mc.Padding([300, 1500])], ids=["causal", "padding"]
+)
+def test_to_few_queries_keys_of_any_length_are_as_they_come(scale, filter, monkeypatch):
+    started = steps(mc.Cosine(scale), filter, monkeypatch)
+    assert [name for name, _ in started] == ["forward", "merge"]
+
+
+@pytest.mark.parametrize("keys", [100, 1500], ids=["whole", "parts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_of_any_length_that_few_queries_see(keys, dtype):
+    """Of no length, of very small and large ones, and some that are not finite."""
+    if INTERPRETED and dtype != torch.float32:
+        pytest.skip("the interpreter has float32 alone")
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 16, generator=draw) for n in (2, keys, keys))
+    size = torch.logspace(-15, 15, keys)
+    size[::7] = 0.0
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, k * size[:, None], v))
+    k[:, 1, 5, 3] = float("nan")
+    for kernel in (mc.Cosine(), mc.Cosine() * mc.ALiBi([0.1, 0.2]).to(DEVICE)):
+        with torch.no_grad():
+            out = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
+        want = mc.smooth(
+            kernel, q.double(), k.double(), v.double(), filter=mc.Causal(), backend="reference"
+        )
+        assert out[:, 1].isnan().all()
+        assert want[:, 1].isnan().all()
+        assert (out - want)[:, 0].abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
+        q.requires_grad_()
+        # With gradients, the keys are taken to length 1 before.
+        taught = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
+        assert taught.requires_grad
+        assert (taught - want)[:, 0].abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
+        q.requires_grad_(False)
+
+
+@pytest.mark.parametrize("clip", [1, 60, 400, 1000, 2000])
+@pytest.mark.parametrize(
+    "filter",
+    [mc.Causal(), mc.Full(), mc.Window(900, 0), mc.Window(40, 2), mc.Padding([300, 1500])],
+    ids=repr,
+)
+def test_few_queries_cut_the_keys_of_a_table_into_parts(clip, filter, monkeypatch):
+    rows = torch.randn(2 * clip + 1, DIM, generator=torch.Generator().manual_seed(3))
+    steps(mc.Exponential() * mc.Lookup(rows), filter, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["rbf-per-head", "laplace", "eq-9", "alibi"])
+def test_few_queries_cut_the_keys_of_a_table_and_another_kernel(name, monkeypatch):
+    rows = torch.randn(HEADS, 121, DIM, generator=torch.Generator().manual_seed(3))
+    steps(ALL[name]() * mc.Lookup(rows) * mc.Exponential(), mc.Causal(), monkeypatch)
 
 
 @pytest.mark.parametrize("alibi", [False, True])

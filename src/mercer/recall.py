@@ -28,6 +28,7 @@ from .kernels import (
     RBF,
     AdaptiveRBF,
     ALiBi,
+    Cosine,
     Exponential,
     Kernel,
     Laplace,
@@ -153,7 +154,7 @@ def _attributes(
 READERS: dict[type, Reader] = dict.fromkeys(
     (
         Exponential, Polynomial, RBF, Laplace, Matern, RationalQuadratic, AdaptiveRBF, ALiBi,
-        Lookup, RelativeSinusoid, Product, nn.ModuleList,
+        Cosine, Lookup, RelativeSinusoid, Product, nn.ModuleList,
     ),
     _attributes,
 )  # fmt: skip

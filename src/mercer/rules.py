@@ -20,7 +20,7 @@ from torch import Tensor
 from .backends import Task, sdpa
 from .links import Power
 from .sinusoids import Turned
-from .term import Apart, Factor, LogScale, Scored, Sloped, Steered, Term, accumulator
+from .term import Apart, Factor, LogScale, Scored, Sloped, Steered, Term, Unit, accumulator
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.
@@ -146,11 +146,17 @@ def _learns(task: Task) -> bool:
     tensors: list[object] = [task.v]
     tensors += [bias.q, bias.source] if isinstance(bias, Scored) else [task.term.table]
     for f in task.term.factors:
-        # What is formed when asked for is not formed for this.
-        tensors += [f.c] if isinstance(f, Turned) else [f.q, f.k, *_parts_of_scale(f)]
+        tensors += [*_parts_of(f), *_parts_of_scale(f)]
         # The numbers of a distance are made of these.
         tensors += [] if isinstance(f, Apart | Sloped) else [f.row, f.col]
     return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def _parts_of(f: Factor) -> tuple[Tensor, ...]:
+    """What its features are made of: those formed when asked for are not formed for this."""
+    if isinstance(f, Turned):
+        return (f.c,)
+    return (f.queries, f.keys) if isinstance(f, Unit) else (f.q, f.k)
 
 
 def _parts_of_scale(f: Factor) -> tuple[object, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .constants import constant
@@ -219,6 +220,44 @@ class Steered(Apart):
         if self._scale is None:
             self._scale = torch.exp(-2.0 * self.log_scale())
         return self._scale
+
+
+# What is shorter has no direction, and does not come to length 1.
+LEAST_LENGTH = 1e-12
+
+
+class Unit(Factor):
+    """scale <q_i, k_j> / |q_i||k_j|: features of length 1, formed when somebody asks for them."""
+
+    queries: Tensor
+    keys: Tensor
+    _q: Tensor | None
+    _k: Tensor | None
+
+    def __init__(self, *, q: Tensor, k: Tensor, scale: float) -> None:
+        self.queries, self.keys, self.scale = q, k, scale
+        self.row = self.col = self.link = self._q = self._k = None
+
+    @property
+    def width(self) -> int:
+        return self.queries.shape[-1]
+
+    @property
+    def q(self) -> Tensor:  # type: ignore[override]
+        if self._q is None:
+            self._q = unit(self.queries)
+        return self._q
+
+    @property
+    def k(self) -> Tensor:  # type: ignore[override]
+        if self._k is None:
+            self._k = unit(self.keys)
+        return self._k
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / |x| in the accumulator's dtype; zeros stay zeros."""
+    return F.normalize(x.to(accumulator(x.dtype)), dim=-1, eps=LEAST_LENGTH)
 
 
 class Sloped(Factor):

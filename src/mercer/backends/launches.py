@@ -82,7 +82,7 @@ NO_OWN = (0,)
 
 
 def launch_of(
-    p: Plan, kind: str, *, parts: int = 1, inside: bool = False, grad_copies: bool = False,
+    p: Plan, kind: str, *, parts: int = 1, inside: int = 0, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
     store: bool = False, own: tuple[int, ...] = NO_OWN, most: int = 0,
 ) -> Launch:  # fmt: skip

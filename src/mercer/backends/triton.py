@@ -34,7 +34,8 @@ from . import Task, bands, triton_launch, triton_plan, triton_steer
 from .launches import INTERPRETED
 from .tapes import play
 from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, expanded, parse
-from .triton_slots import Forms, Joined, form, slots_of, widths_of
+from .triton_sizes import SPLIT_QUERIES
+from .triton_slots import AsGiven, Forms, Joined, form, slots_of, widths_of
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -99,7 +100,8 @@ def _unavailable(device: str) -> str | None:
 def run(task: Task) -> Smoothed:
     learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     formed: Forms = None if compiling else {}
-    slots = slots_of(task.term, task.v.dtype, formed)
+    dtype = task.v.dtype
+    slots = slots_of(task.term, dtype, formed, not learns and task.num_queries <= SPLIT_QUERIES)
     rule = task.clauses
     assert not isinstance(rule, str)
     none = task.v.new_empty(0, dtype=torch.float32)
@@ -135,8 +137,8 @@ def run(task: Task) -> Smoothed:
         by = [scale, f.q, *weights] if steer is not None and steer.slot == n else [scale]
         wants, saves = learns and any(x.requires_grad for x in by), learns and col.requires_grad
         keys = learns and f.k.requires_grad
-        facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys))
-    dtype = task.v.dtype
+        unit = isinstance(f, AsGiven)
+        facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys, unit))
     bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers), formed)
     q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols, *weights)

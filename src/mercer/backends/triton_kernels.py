@@ -13,6 +13,7 @@ two slots of features (E0, E1); logarithms are to the base 2.
 import triton
 import triton.language as tl
 
+from .. import term
 from . import triton_sizes
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -39,6 +40,9 @@ FAR = tl.constexpr(1)
 BLOCKS = tl.constexpr(2)
 PAIRS = tl.constexpr(3)
 GRANULE = tl.constexpr(triton_sizes.GRANULE)
+# What is formed of a block of keys on the way: numbers of distances, or lengths that products are divided by.
+NORMS = tl.constexpr(1)
+LEAST_LENGTH = tl.constexpr(term.LEAST_LENGTH)
 
 
 @triton.jit
@@ -604,9 +608,14 @@ def _forward_span(
                 t = tl.dot(q1, tl.trans(k), t, input_precision=PRECISION)
             else:
                 t1 = tl.dot(q1, tl.trans(k), input_precision=PRECISION)
-        if INSIDE:
+        if INSIDE > 0:
             wide = k.to(tl.float32)
-            t += tl.sum(wide * wide, 1)[None, :] * -0.5
+            squares = tl.sum(wide * wide, 1)[None, :]
+            if INSIDE == NORMS:
+                t -= 0.5 * squares
+            else:
+                # Of a key of no length, the products are zeros.
+                t = t * (1.0 / tl.maximum(tl.sqrt(squares), LEAST_LENGTH))
         elif HAS_COL0 and not SPREAD:
             t += c0[None, :]
             c0 = _numbers(col0, first_key + BN, num_keys, BN)

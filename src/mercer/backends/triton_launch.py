@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..term import repeat
+from ..term import repeat, unit
 from . import bands, hopper
 from .launches import INTERPRETED, NO_OWN, Launch, helper, launch_of
 from .triton_plan import (
@@ -45,6 +45,9 @@ LOG2E = math.log2(math.e)
 ROOM = 512
 # With fewer keys, what one query has of them is not worth a kernel of its own.
 MANY_KEYS = 1024
+# What a kernel forms of a block of keys itself, as triton_kernels.py has it: numbers of distances, or
+# lengths by which products are divided.
+NOTHING, NORMS, LENGTHS = 0, 1, 2
 
 
 class Own(NamedTuple):
@@ -175,8 +178,12 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     batch, heads, num_queries = static.shape
     parts = _splits(x, static)
     first = static.slots[0]
-    inside = parts > 1 and len(x.q) == 1 and first.norm and not (first.link or x.col[0].numel())
-    ready = prepare(x, static, bands.form(x.bias, static, v), inside, parts)
+    inside = NOTHING
+    if parts > 1 and len(x.q) == 1 and not x.col[0].numel():
+        inside = NORMS if first.norm else LENGTHS if first.unit else NOTHING
+    if first.unit and inside != LENGTHS:
+        x = replace(x, k=[unit(x.k[0]).to(v.dtype), *x.k[1:]])
+    ready = prepare(x, static, bands.form(x.bias, static, v), inside == NORMS, parts)
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
     if parts == 1 and not others and hopper.says_tops(p):
@@ -220,7 +227,7 @@ def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
 
 
 def forward_of(
-    x: Inputs, p: Plan, ready: Numbers, parts: int = 1, inside: bool = False, keeps: bool = False,
+    x: Inputs, p: Plan, ready: Numbers, parts: int = 1, inside: int = NOTHING, keeps: bool = False,
     own: Own | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, what rounding took from it, log_mass) of one plan."""
@@ -266,7 +273,7 @@ def empty_low(out: Tensor, keeps: bool) -> Tensor:
 def _splits(x: Inputs, static: Static) -> int:
     """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
     batch, heads, num_queries = static.shape
-    if num_queries > SPLIT_QUERIES or static.trains or static.clip >= 0:
+    if num_queries > SPLIT_QUERIES or static.trains:
         return 1
     wanted = 4 * processors(x.v.device) // (batch * heads)
     most = min(x.v.shape[2] // 512, wanted, 64)

@@ -34,6 +34,7 @@ class Slot(NamedTuple):
     saves: bool  # the number per key that came has a gradient
     log: Log = NO_LOG
     keys: bool = True  # the keys have a gradient
+    unit: bool = False  # the keys are to be taken to length 1
 
 
 class Steer(NamedTuple):

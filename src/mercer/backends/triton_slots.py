@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..sinusoids import Turned, turned
-from ..term import Apart, Factor, Formed, Sloped, Term, join, late, repeat
+from ..term import Apart, Factor, Formed, Sloped, Term, Unit, join, late, repeat, unit
 from .triton_launch import add
 
 # How tensors were formed that a term does not have itself, by their ids; None in compiled graphs.
@@ -34,6 +34,10 @@ class Joined(Apart):
     def __init__(self, f: Apart, extra: Tensor) -> None:
         super().__init__(q=f.q, k=f.k, scale=f.given, link=f.link)
         self.extra = extra
+
+
+class AsGiven(Factor):
+    """A product with keys that are still to be taken to length 1."""
 
 
 def _parts(term: Term) -> tuple[list[Factor], list[Factor], list[Factor]]:
@@ -58,9 +62,16 @@ def widths_of(term: Term) -> list[int] | str:
     return widths if len(widths) <= 2 else "it takes two factors at most"
 
 
-def slots_of(term: Term, dtype: torch.dtype, formed: Forms) -> list[Factor]:
-    """One or two factors with features."""
+def slots_of(term: Term, dtype: torch.dtype, formed: Forms, few: bool = False) -> list[Factor]:
+    """One or two factors with features.
+
+    `few`: few queries that do not learn; a kernel can take keys of any length to length 1 itself.
+    """
     plain, bare, linked = _parts(term)
+    plain = [
+        _of_length_1(f, dtype, formed, few and len(term.factors) == 1) if isinstance(f, Unit) else f
+        for f in plain
+    ]
     if len(plain) + len(linked) > 2 and len(plain) > 1:
         plain = [_merged(plain, dtype)]
     for f in bare:
@@ -84,6 +95,18 @@ def slots_of(term: Term, dtype: torch.dtype, formed: Forms) -> list[Factor]:
             q, k = second.q if ratio == 1.0 else (second.q.float() * ratio).to(dtype), second.k
         plain[1] = Factor(q=q, k=k, scale=first.scale)
     return plain + linked
+
+
+def _of_length_1(f: Unit, dtype: torch.dtype, formed: Forms, as_given: bool) -> Factor:
+    q = form(formed, partial(_unit_in, dtype), f.queries)
+    if as_given:
+        return AsGiven(q=q, k=f.keys, scale=f.scale)
+    return Factor(q=q, k=form(formed, partial(_unit_in, dtype), f.keys), scale=f.scale)
+
+
+def _unit_in(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Features of length 1, in a dtype."""
+    return unit(x).to(dtype)
 
 
 def _turned_by(base: float, ratio: float, dtype: torch.dtype, c: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..features import Input
 from ..links import Power
-from ..term import Factor, Term, accumulator
+from ..term import LEAST_LENGTH, Factor, Term, Unit, accumulator
 from .base import Kernel
 
 
@@ -59,11 +59,12 @@ class Cosine(Kernel):
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = self.select(q, k)
-        return F.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1) * self.scale
+        q, k = q[..., :, None, :], k[..., None, :, :]
+        return F.cosine_similarity(q, k, dim=-1, eps=LEAST_LENGTH) * self.scale
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        q, k = (_unit(x) for x in self.select(q, k))
-        return (Term(factors=(Factor(q=q, k=k, scale=self.scale),)),)
+        q, k = self.select(q, k)
+        return (Term(factors=(Unit(q=q, k=k, scale=self.scale),)),)
 
     @property
     def formula(self) -> str:
@@ -119,10 +120,6 @@ class Linear(Polynomial):
             )
         super().__init__(2, on)
         self.degree = 1
-
-
-def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x.to(accumulator(x.dtype)), dim=-1)
 
 
 def inner(on: str) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..constants import constant
 from ..features import Features, Input
 from ..sinusoids import Turned, run_of_sinusoids, waves
 from ..term import Formed, Relative, Scored, Slope, Term, accumulator
@@ -272,8 +273,13 @@ class Buckets(Positional):
         return self.checked(q)[bucket].movedim(-1, 0)[None]
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        far = torch.arange(-self.max_distance, self.max_distance + 1, device=self.table.device)
-        rows = self.checked(Features.of(q))[self.bucket(far)]  # [2c + 1, H]
+        device, most = self.table.device, self.max_distance
+
+        def make() -> Tensor:
+            return self.bucket(torch.arange(-most, most + 1, device=device))
+
+        key = ("buckets", self.table.shape[0], most, self.bidirectional)
+        rows = self.checked(Features.of(q))[constant(key, device, make)]  # [2c + 1, H]
         return (Term(biases=(Relative(table=rows.mT[None, :, None]),)),)
 
     def bucket(self, away: Tensor) -> Tensor:
