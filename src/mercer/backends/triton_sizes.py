@@ -96,14 +96,7 @@ FALLBACKS = {
 }
 # Few queries against many keys, by parts of the keys; what is wide has no room for more.
 SPLIT_QUERIES = 16
-SPLITS = {
-    (64, "plain"): Sizes(16, 128, 8, 3),
-    (64, "table"): Sizes(16, 64, 4, 3),
-    (128, "plain"): Sizes(16, 128, 8, 3),
-    (128, "table"): Sizes(16, 64, 8, 3),
-    (256, "plain"): Sizes(16, 64, 4, 3),
-    (256, "table"): Sizes(16, 64, 4, 3),
-}
+SPLITS = {64: Sizes(16, 64, 4, 3), 128: Sizes(16, 128, 8, 3), 256: Sizes(16, 64, 4, 3)}
 # The shared memory that a program may take on Hopper, in bytes.
 HOPPER = 232448
 
@@ -146,8 +139,7 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
         needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = bucket_of(p)
     if kind == "split":
-        which = "table" if c["CLIP"] >= 0 else "plain"
-        sizes = SPLITS.get((bucket, which), Sizes(SPLIT_QUERIES, 32, 4, 2))
+        sizes = SPLITS.get(bucket, Sizes(SPLIT_QUERIES, 32, 4, 2))
     else:
         names = (needs, *FALLBACKS.get(needs, ("link",)))
         found = (SIZES[kind, bucket, name] for name in names if (kind, bucket, name) in SIZES)
