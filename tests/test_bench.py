@@ -185,6 +185,38 @@ def test_output_names_the_files_and_saves(tmp_path):
     assert str(tmp_path) not in (tmp_path / "a" / "mine.md").read_text()
 
 
+@pytest.mark.parametrize("decode", [False, True])
+def test_keys_may_have_fewer_heads(decode):
+    given = settings(shapes="1x4/2x300x16", peers="sdpa,eager-matmul,eager-scored", decode=decode)
+    (made,) = given.workloads
+    assert (str(made), made.group) == ("1x4/2x300x16", 2)
+    assert "1x4/2x300x16" in given.command
+    assert made.pairs() == workload(heads=4, length=300, decode=decode).pairs()
+    inputs = made.inputs("product")
+    heads = [x.shape[1] for x in (*inputs.q.tensors(), *inputs.k.tensors(), inputs.v)]
+    assert heads == [4, 4, 2, 2, 2]
+    for row in measure.measure(given):
+        assert row.shape == str(made)
+        alone = "it needs as many heads of keys as of queries"
+        assert row.problem == (f"refuses: {alone}" if "eager" in row.name else None), row
+
+
+def test_the_check_has_groups_of_heads(monkeypatch):
+    seen = []
+    smooth = Ours.smooth
+
+    def spy(self, given):
+        seen.append((given.q.heads, given.k.heads))
+        return smooth(self, given)
+
+    monkeypatch.setattr(Ours, "smooth", spy)
+    for heads, kv_heads, expected in ((8, 2, (4, 1)), (8, 8, (2, 2)), (6, 3, (2, 1))):
+        seen.clear()
+        given = workload(heads=heads, kv_heads=kv_heads)
+        assert check(Ours("rbf", "chunked"), given, forward_only=True) is None
+        assert set(seen) == {expected}
+
+
 def test_special_runs_have_files_of_their_own():
     assert settings().suffix == ""
     assert settings(decode=True, filter="window:8").suffix == "-decode-window-8"
@@ -325,6 +357,8 @@ def test_memory_that_is_not_there_is_not_asked_for():
     [
         (["--shapes", "1x2x64"], "--shapes must be BxHxTxD"),
         (["--shapes", "1x2x0x8"], "at least 1"),
+        (["--shapes", "1x4/3x64x8"], "must divide those of queries"),
+        (["--shapes", "1x4/x/64x8"], "--shapes must be BxHxTxD"),
         (["--dtype", "int8"], "--dtype must be one of"),
         (["--kernels", "rbf,magic"], "--kernels must be among all, softmax"),
         (["--backends", "magic"], "--backends must be among"),

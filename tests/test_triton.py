@@ -465,12 +465,12 @@ def test_two_wide_parts_take_a_pass_each():
     compare(kernel, mc.Causal(), Shape(queries=70, keys=70, values=16), 128)
 
 
-def steps(kernel, filter, monkeypatch):
-    """Three queries against 1500 keys of two parts, beside the reference; the kernels started."""
-    parts, started = [], []
-    splits, start = triton_launch._splits, launches.Launch.__call__
+def steps(kernel, filter, monkeypatch, parts=2, **shape):
+    """A few queries against 1500 keys, beside the reference; the kernels started."""
+    found, started = [], []
+    cut, start = triton_launch._parts, launches.Launch.__call__
     monkeypatch.setattr(
-        triton_launch, "_splits", lambda *given: parts.append(splits(*given)) or parts[-1]
+        triton_launch, "_parts", lambda *given: found.append(cut(*given)) or found[-1]
     )
 
     def call(self, *rest):
@@ -479,12 +479,13 @@ def steps(kernel, filter, monkeypatch):
 
     monkeypatch.setattr(launches.Launch, "__call__", call)
     kernel = kernel.to(DEVICE)
-    case = Case(kernel, filter, Shape(batch=2, queries=3, keys=1500), DIM, 0, torch.float32, DEVICE)
+    shape = Shape(**{"batch": 2, "queries": 3, "keys": 1500} | shape)
+    case = Case(kernel, filter, shape, DIM, 0, torch.float32, DEVICE)
     q, k, v = case.inputs()
     with torch.no_grad():
         got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)
     want = case.run("reference", log_mass=True, wide=True)
-    assert parts == [2]
+    assert found == [parts]
     assert (got[0] - want["out"]).abs().max() < 1e-5
     assert (got[1] - want["log_mass"]).abs().max() < 1e-4
     return started
@@ -507,6 +508,85 @@ def test_to_few_queries_keys_are_read_once(name, filter, monkeypatch):
     # The norms of queries alone have a kernel of their own: four heads of three.
     assert [name for name, _ in started] == ["half_norms", "forward", "merge"]
     assert dict(started)["forward"]["INSIDE"]
+
+
+@pytest.mark.parametrize("name", ["rbf-per-head", "laplace", "cosine", "lookup"])
+def test_few_queries_of_many_heads_have_all_keys_in_one_part(name, monkeypatch):
+    monkeypatch.setattr(triton_launch, "processors", lambda device: 1)
+    kernel = ALL[name]() * mc.Exponential() if name == "lookup" else ALL[name]()
+    started = dict(steps(kernel, mc.Causal(), monkeypatch, parts=1))
+    assert "merge" not in started
+    assert not started["forward"]["SPLIT"]
+    assert started["forward"]["BM"] == 16
+
+
+def _per_head(heads):
+    """Kernels of which every head has its own."""
+    draw = torch.Generator().manual_seed(3)
+    rows = torch.randn(heads, 121, DIM, generator=draw)
+    adaptive = mc.AdaptiveRBF(DIM, heads=heads)
+    adaptive.weight.data = torch.randn(heads, DIM, generator=draw) * DIM**-0.5
+    widths = torch.linspace(1.0, 3.0, heads).tolist()
+    return {
+        "exponential": mc.Exponential(),
+        "rbf": mc.RBF(widths),
+        "adaptive": adaptive,
+        "polynomial": mc.Polynomial(2),
+        "rational": mc.RationalQuadratic(widths),
+        "laplace": mc.Laplace(widths),
+        "cosine": mc.Cosine(),
+        "lookup": mc.Exponential() * mc.Lookup(rows),
+        "rbf*lookup": mc.RBF(widths) * mc.Lookup(rows),
+        "laplace*rbf": mc.Laplace(widths) * mc.RBF(widths, on="position"),
+        "eq-9": mc.Exponential() * mc.Exponential(on="position"),
+        "alibi": mc.Exponential() * mc.ALiBi(torch.linspace(0.01, 0.1, heads).tolist()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "parts"), [(4, 2, 2), (6, 1, 2), (17, 1, 1)], ids=["2", "6", "17"]
+)
+@pytest.mark.parametrize("name", _per_head(2))
+def test_heads_that_share_keys_read_them_once_for_one_query(
+    name, heads, kv_heads, parts, monkeypatch
+):
+    kernel, filter = _per_head(heads)[name], mc.Causal()
+    # Of slopes each head has numbers per key of its own.
+    grouped = heads // kv_heads <= 16 and name != "alibi"
+    parts = parts if grouped else min(2, 64 // (2 * heads))
+    shape = {"heads": heads, "kv_heads": kv_heads, "queries": 1}
+    started = steps(kernel, filter, monkeypatch, max(parts, 1), **shape)
+    (forward,) = (constants for kernel, constants in started if kernel == "forward")
+    assert forward["GROUPED"] == grouped
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [mc.Full(), mc.Window(700, 0), mc.Window(3, 5), mc.Padding([300, 1500]), mc.Strided(60),
+     mc.Causal() & mc.Documents(torch.arange(1500).expand(2, -1) // 400)],
+    ids=["full", "window", "near", "padding", "strided", "documents"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["rbf", "lookup"])
+def test_a_group_of_heads_is_at_one_place(name, filter, monkeypatch):
+    shape = {"heads": 6, "kv_heads": 2, "queries": 1}
+    started = dict(steps(_per_head(6)[name], filter, monkeypatch, **shape))
+    assert started["forward"]["GROUPED"]
+
+
+@pytest.mark.parametrize("name", ["rbf", "lookup"])
+def test_a_group_of_heads_in_a_compiled_graph(name):
+    kernel = _per_head(6)[name].to(DEVICE)
+    shape = Shape(batch=2, heads=6, kv_heads=2, queries=1, keys=600)
+    case = Case(kernel, mc.Causal(), shape, DIM, 0, torch.float32, DEVICE)
+    q, k, v = case.inputs()
+
+    def call(*given):
+        return mc.smooth(kernel, *given, filter=mc.Causal(), backend="triton")
+
+    with torch.no_grad():
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+        # Scales are formed by torch in the one, and by the kernel in the other.
+        assert (compiled - call(q, k, v)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("scale", [0.5, 10.0])

@@ -107,7 +107,10 @@ def run_bench(
     ] = None,
     shapes: Annotated[
         str | None,
-        typer.Option(help="Batch, heads, length and head dimension.", metavar="BxHxTxD,…"),
+        typer.Option(
+            help="Batch, heads, length and head dimension; H/K for K heads of keys.",
+            metavar="BxHxTxD,…",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(DTYPES)}; bfloat16 on CUDA, float32 on CPU.")

@@ -487,6 +487,11 @@ def repeat(x: Tensor, batch: int, heads: int) -> Tensor:
     return x.expand(batch, *x.shape[1:]) if x.shape[0] != batch else x
 
 
+def at_least(x: Tensor, width: int) -> Tensor:
+    """With zeros for features up to a width; torch would copy x where there are none to add."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums are kept: float32 for half precision, else the dtype itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -54,7 +54,7 @@ from .taps import (
     joined,
     visible,
 )
-from .term import Again, Repeatable, Smoothed, mix, repeat
+from .term import Again, Repeatable, Smoothed, at_least, mix, repeat
 
 
 @overload
@@ -288,12 +288,11 @@ class Vicinity:
             None if x is None else _per_query_head(x, batch, heads)
             for x in (self.key_taps, self.value_taps)
         )
-        width, wide = query.shape[-1], v.shape[-1]
+        wide = v.shape[-1]
         query, key, value = (repeat(x, batch, heads) for x in (query, key, v))
-        most = max(width, wide)
+        most = max(query.shape[-1], wide)
         most += -most % 8 if value.is_cuda else 0
-        if most != width or most != wide:
-            query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in (query, key, value))
+        query, key, value = (at_least(x, most) for x in (query, key, value))
         tensors = (query, key, value, key_taps, value_taps)
         out = fused_taps.run(call, *tensors)
         if out is None:

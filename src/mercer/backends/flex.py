@@ -21,12 +21,11 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..filters import Full
 from ..links import Matern12, Matern32, Matern52, Power, Rational
-from ..term import Link, Smoothed, Term, join, repeat
+from ..term import Link, Smoothed, Term, at_least, join, repeat
 from . import Task
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def run(task: Task) -> Smoothed:
     compiled = _compiled(task)
     try:
         out, lse = compiled(
-            *(_at_least(x, MIN_WIDTH) for x in (q, k, v)),
+            *(at_least(x, MIN_WIDTH) for x in (q, k, v)),
             lowered,
             _mask(task),
             _asking_for_mass() if task.log_mass else {},
@@ -245,10 +244,6 @@ def _per_head_and_query(scale: Tensor | float, task: Task) -> Tensor:
     if not isinstance(scale, Tensor):
         scale = task.v.new_full((1, 1, 1, 1), scale, dtype=torch.float32)
     return scale.float().expand(task.batch, task.heads, task.num_queries, 1)[..., 0]
-
-
-def _at_least(x: Tensor, width: int) -> Tensor:
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 @dataclass

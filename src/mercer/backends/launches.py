@@ -82,7 +82,7 @@ NO_OWN = (0,)
 
 
 def launch_of(
-    p: Plan, kind: str, *, parts: int = 1, inside: int = 0, grad_copies: bool = False,
+    p: Plan, kind: str, *, parts: int = 0, inside: int = 0, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
     store: bool = False, own: tuple[int, ...] = NO_OWN, most: int = 0,
 ) -> Launch:  # fmt: skip
@@ -97,7 +97,7 @@ def launch_of(
         return found
     from . import triton_backward, triton_kernels
 
-    sizes = sizes_of("split" if parts > 1 else kind, p)
+    sizes = sizes_of("split" if parts else kind, p)
     sizes = fitted(kind, sizes, p, shared_memory(p.device))
     bm, bn = sizes.queries, sizes.keys
     slots = p.static.slots
@@ -108,7 +108,7 @@ def launch_of(
     if kind == "forward":
         kernel: Any = triton_kernels.forward
         flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "INSIDE": inside, "SPREAD": spread}
-        flags |= {"MOST": most, "FAST": 0}
+        flags |= {"MOST": most, "FAST": 0, "GROUPED": p.static.grouped}
     else:
         kernel = triton_backward.backward_keys
         flags |= {
@@ -134,7 +134,7 @@ def launch_of(
     lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32
     lean = lean and (not two or p.constants["SAME"])
     flags["HELD"] = sizes.held if lean else 0
-    plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0 and not two and parts == 1
+    plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0 and not two and not parts
     if kind == "forward" and plain and flags["TMA"] and not own[0] and (lean or INTERPRETED):
         flags["FAST"] = 2 if p.still else 1
     constants = p.constants | flags
@@ -145,7 +145,9 @@ def launch_of(
     options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
     if sizes.registers and lean:
         options["maxnreg"] = sizes.registers
-    found = p.launches[key] = Launch(kernel, (blocks, batch * heads, parts), constants, options)
+    found = p.launches[key] = Launch(
+        kernel, (blocks, batch * heads, max(parts, 1)), constants, options
+    )
     return found
 
 

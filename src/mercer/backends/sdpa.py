@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..filters import Causal, Filter, Full
 from ..operators import fake, learns, operator
-from ..term import Smoothed, Term, accumulator, as_column, join, repeat
+from ..term import Smoothed, Term, accumulator, as_column, at_least, join, repeat
 from . import Task
 
 name = "sdpa"
@@ -77,7 +77,7 @@ def run(task: Task) -> Smoothed:
     width = max(q.shape[-1], v.shape[-1])
     if device.type != "cpu":
         width += -width % 8
-    q, k, padded = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    q, k, padded = (at_least(x, width) for x in (q, k, v))
     lse: Tensor | None = None
     if task.log_mass:
         mask = arguments["attn_mask"]

@@ -127,6 +127,12 @@ def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr, LOG: 
     return out
 
 
+@triton.constexpr_function
+def _mode(mode, grouped):
+    """How scales are read that every query has one of, where they are those of a group's heads."""
+    return 2 if mode == 1 and grouped else mode
+
+
 @triton.jit
 def _down(x, MODE: tl.constexpr):
     """A scale beside rows of queries."""
@@ -735,9 +741,11 @@ def forward(
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
     INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
     TOKENS: tl.constexpr, HELD: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
-    FAST: tl.constexpr,
+    FAST: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
+
+    GROUPED: queries, of one block, are heads that share their keys, all at the place of the last.
 
     OWN: each query has the value at its own place for itself (1), and the key as well (2); BAD says
     in up to MOST blocks what is not finite. FAST: values are taken to be finite (1), and weights to be
@@ -750,6 +758,9 @@ def forward(
     n = block * BM + tl.arange(0, BM)
     place = num_keys - num_queries
     i = n + place
+    if GROUPED:
+        place = num_keys - 1
+        i = n * 0 + place
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
@@ -763,14 +774,16 @@ def forward(
         own = tl.sum(q0.to(tl.float32) * x.to(tl.float32), 1)
     if HELD & 1:
         q0 = _held(q0, E0, PRECISION)
-    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
+    # Which scales of heads the queries have: one, or of a group all.
+    of = h * num_queries + tl.minimum(n, num_queries - 1) if GROUPED else h
+    scale0 = _scale(S0, number0, ss0, of, line, n, inside, MODE0, LOG0)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
     q1, scale1, row1 = q0, scale0, none
     if E1 > 0:
         q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
         if HELD & 4:
             q1 = _held(q1, E1, PRECISION)
-        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1, LOG1)
+        scale1 = _scale(S1, number1, ss1, of, line, n, inside, MODE1, LOG1)
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
     if SPREAD:
         q1 = _ones(BM, q0.dtype, MODE0)
@@ -794,7 +807,7 @@ def forward(
     if FORM < POLY:
         peak += float("-inf")
     low = block * BM + place
-    high = tl.minimum(block * BM + BM, num_queries) - 1 + place
+    high = low if GROUPED else tl.minimum(block * BM + BM, num_queries) - 1 + place
     start, stop, sure_start, sure_stop = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
     start = tl.maximum(start, 0) // BN * BN
     if SPLIT:
@@ -852,7 +865,7 @@ def forward(
                     far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
                     own, i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
                     skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
-                    LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
+                    LINK1, PARAM0, PARAM1, _mode(MODE0, GROUPED), _mode(MODE1, GROUPED), HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
                     _of_keys(span, FILTER, CLIP, SIDED), FILTER,
                     _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
                     DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED, OWN, False, False,

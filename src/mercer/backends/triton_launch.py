@@ -45,6 +45,8 @@ LOG2E = math.log2(math.e)
 ROOM = 512
 # With fewer keys, what one query has of them is not worth a kernel of its own.
 MANY_KEYS = 1024
+# With fewer keys, few queries are as others are; no part of the keys is shorter.
+PART = 512
 # What a kernel forms of a block of keys itself, as triton_kernels.py has it: numbers of distances, or
 # lengths by which products are divided.
 NOTHING, NORMS, LENGTHS = 0, 1, 2
@@ -77,15 +79,15 @@ def _own(own: Own | None, blank: Tensor, count: int) -> tuple[tuple[Tensor, ...]
 
 
 def prepare(
-    x: Inputs, static: Static, band: Tensor, inside: bool = False, parts: int = 1
+    x: Inputs, static: Static, band: Tensor, inside: bool = False, few: bool = False
 ) -> Numbers:
     """Numbers per key and per query; `inside`: a kernel forms the first slot's norms itself.
 
-    One that takes keys by parts has no use for columns.
+    For few queries columns do not pay.
     """
     cols, rows = [], []
     # float16 ends too early for columns, and float32 has no fast product.
-    spread = len(x.q) == 1 and parts == 1 and (INTERPRETED or x.v.dtype == torch.bfloat16)
+    spread = len(x.q) == 1 and not few and (INTERPRETED or x.v.dtype == torch.bfloat16)
     columns: Tensor | None = None
     for n, slot in enumerate(static.slots):
         col, row, k = x.col[n], x.row[n], x.k[n]
@@ -173,22 +175,20 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
 
 def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
-    x, static = _folded(x.readable(), static)
+    if _is_few(x, static):
+        return _few(x.readable(), static)
+    x = x.readable()
     v = x.v
     batch, heads, num_queries = static.shape
-    parts = _splits(x, static)
     first = static.slots[0]
-    inside = NOTHING
-    if parts > 1 and len(x.q) == 1 and not x.col[0].numel():
-        inside = NORMS if first.norm else LENGTHS if first.unit else NOTHING
-    if first.unit and inside != LENGTHS:
+    if first.unit:
         x = replace(x, k=[unit(x.k[0]).to(v.dtype), *x.k[1:]])
-    ready = prepare(x, static, bands.form(x.bias, static, v), inside == NORMS, parts)
+    ready = prepare(x, static, bands.form(x.bias, static, v))
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
-    if parts == 1 and not others and hopper.says_tops(p):
+    if not others and hopper.says_tops(p):
         ready = ready._replace(tops=hopper.empty_tops(p, v))
-    out, low, lse = forward_of(x, p, ready, parts, inside, keeps)
+    out, low, lse = forward_of(x, p, ready, keeps=keeps)
     for other in others:
         far = forward_of(x, other, ready, keeps=keeps)
         band = ready.band
@@ -199,6 +199,48 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
             (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
         )  # fmt: skip
     return out, lse, low, ready
+
+
+def _is_few(x: Inputs, static: Static) -> bool:
+    """Whether there are few queries, which do not learn, and many keys."""
+    return static.shape[2] <= SPLIT_QUERIES and not static.trains and x.v.shape[2] >= PART
+
+
+def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
+    """`forward` for few queries: by parts of the keys, which are read once."""
+    shape, group = static.shape, _group(x, static)
+    if group == 1:
+        x, static = _folded(x, static)
+    first = static.slots[0]
+    inside = NOTHING
+    if len(x.q) == 1 and not x.col[0].numel():
+        inside = NORMS if first.norm else LENGTHS if first.unit else NOTHING
+    if first.unit and inside != LENGTHS:
+        x = replace(x, k=[unit(x.k[0]).to(x.v.dtype), *x.k[1:]])
+    band = bands.form(x.bias, static, x.v)
+    ready = prepare(x, static, band, inside == NORMS, few=True)
+    if group > 1:
+        # The heads that share keys are queries at one place.
+        x = replace(x, q=[_grouped(y, group) for y in x.q])
+        ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
+        static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
+    (p,) = _plans_of(x, static, ready)
+    out, low, lse = forward_of(x, p, ready, _parts(x, static), inside)
+    return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
+
+
+def _group(x: Inputs, static: Static) -> int:
+    """How many heads have all of their keys in common, if one query can have them as queries."""
+    _, heads, num_queries = static.shape
+    shared = [*x.k, x.v, *(y for y in x.col if y.numel())]
+    most = max(y.shape[1] for y in shared)
+    fits = num_queries == 1 and heads // most <= SPLIT_QUERIES
+    return heads // most if fits and all(most % y.shape[1] == 0 for y in shared) else 1
+
+
+def _grouped(x: Tensor, group: int) -> Tensor:
+    """[B, H, 1, E] as [B, H / group, group, E]."""
+    return x[:, :, 0].unflatten(1, (-1, group))
 
 
 def _folded(x: Inputs, static: Static) -> tuple[Inputs, Static]:
@@ -227,16 +269,19 @@ def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
 
 
 def forward_of(
-    x: Inputs, p: Plan, ready: Numbers, parts: int = 1, inside: int = NOTHING, keeps: bool = False,
+    x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: int = NOTHING, keeps: bool = False,
     own: Own | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, what rounding took from it, log_mass) of one plan."""
+    """(out, what rounding took from it, log_mass) of one plan.
+
+    `parts`: into how many the keys of few queries are cut.
+    """
     static, v = p.static, x.v
     batch, heads, num_queries = static.shape
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = empty_low(out, keeps)
-    if parts == 1 and own is None and hopper.forwards(p):
+    if not parts and own is None and hopper.forwards(p):
         hopper.forward(x, p, ready, out, low, lse)
         return out, low, lse
     given, strides, kind = _own(own, lse, 3)
@@ -270,13 +315,11 @@ def empty_low(out: Tensor, keeps: bool) -> Tensor:
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
-def _splits(x: Inputs, static: Static) -> int:
+def _parts(x: Inputs, static: Static) -> int:
     """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
-    batch, heads, num_queries = static.shape
-    if num_queries > SPLIT_QUERIES or static.trains:
-        return 1
+    batch, heads, _ = static.shape
     wanted = 4 * processors(x.v.device) // (batch * heads)
-    most = min(x.v.shape[2] // 512, wanted, 64)
+    most = min(x.v.shape[2] // PART, wanted, 64)
     return 1 << max(0, most.bit_length() - 1)
 
 

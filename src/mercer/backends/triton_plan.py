@@ -61,6 +61,7 @@ class Static(NamedTuple):
     clip: int  # how far a table reaches each way; -1 without one
     shape: tuple[int, int, int]  # batch, heads, queries
     steer: Steer | None = None
+    grouped: bool = False  # queries are heads of a group, all at the last place
 
     def text(self) -> str:
         """What has no size, for operators, which take numbers, text and tensors."""

@@ -54,12 +54,14 @@ class Error:
 def check(contender: Contender, workload: Workload, *, forward_only: bool) -> str | None:
     """How wrong the contender is, or None."""
     length = min(workload.length, DECODE_LENGTH if workload.decode else LENGTH)
-    heads = min(workload.heads, HEADS)
+    # At least one group of heads that share their keys.
+    kv_heads = min(workload.key_heads, max(1, HEADS // workload.group))
+    heads = kv_heads * workload.group
     filter = workload.build_filter(length)
-    shape = Shape(1, heads, heads, 1 if workload.decode else length, length, workload.dim)
+    shape = Shape(1, heads, kv_heads, 1 if workload.decode else length, length, workload.dim)
     said = _check(contender, workload, forward_only, shape, SEEDS, filter, contender.exact)
     if said is None and _has_more(contender, workload):
-        shape = Shape(1, heads, heads, LONG, LONG, workload.dim)
+        shape = Shape(1, heads, kv_heads, LONG, LONG, workload.dim)
         filter = workload.build_filter()
         said = _check(contender, workload, forward_only, shape, SEEDS, filter, contender.precise)
     return said

@@ -21,6 +21,8 @@ class Contender:
     backend: str = ""
     # Whether it gives the kernel's parameters their gradients, too.
     trains: bool = True
+    # Whether keys may have fewer heads than queries.
+    groups: bool = True
 
     def smooth(self, given: Inputs) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define smooth(given)")
@@ -48,6 +50,7 @@ class Peer(Contender):
 
     key: str
     trains = False
+    groups = False
 
     def available(self, device: torch.device) -> str | None:
         """Why it cannot run on this device, or None."""

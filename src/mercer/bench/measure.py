@@ -126,6 +126,8 @@ def _measured(
     row: Row, contender: Contender, workload: Workload, settings: Settings, flops: float
 ) -> Row:
     forward_only = settings.forward_only
+    if workload.group > 1 and not contender.groups:
+        raise ValueError("it needs as many heads of keys as of queries")
     given = workload.inputs(contender.kernel)
     settled = contender.settle(given, forward_only=forward_only)
     row = replace(row, ran=" / ".join(each.backend for each in settled))

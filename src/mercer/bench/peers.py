@@ -28,6 +28,7 @@ class SDPA(Peer):
     """Softmax attention by torch's operator: the yardstick."""
 
     kernel = "softmax"
+    groups = True
 
     def __init__(self, key: str, title: str, backend: SDPBackend | None = None) -> None:
         self.key, self.name, self.choice = key, f"softmax, SDPA{title}", backend
@@ -40,7 +41,9 @@ class SDPA(Peer):
 
     def smooth(self, given: Inputs) -> Tensor:
         q, k, v = given.plain
-        arguments = self.arguments(given.filter, q.shape[2], k.shape[2], q.device)
+        arguments = dict(self.arguments(given.filter, q.shape[2], k.shape[2], q.device))
+        if k.shape[1] < q.shape[1]:
+            arguments["enable_gqa"] = True
         if self.choice is None:
             return F.scaled_dot_product_attention(q, k, v, **arguments)
         with warnings.catch_warnings(record=True) as said, sdpa_kernel(self.choice):

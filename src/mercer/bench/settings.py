@@ -52,10 +52,11 @@ class Settings:
     def workloads(self) -> list[Workload]:
         return [
             Workload(
-                batch=batch, heads=heads, length=length, dim=dim, dtype=DTYPES[self.dtype],
-                device=self.device, filter=self.filter, decode=self.decode,
+                batch=batch, heads=heads, kv_heads=kv_heads, length=length, dim=dim,
+                dtype=DTYPES[self.dtype], device=self.device, filter=self.filter,
+                decode=self.decode,
             )
-            for batch, heads, length, dim in _read_shapes(self.shapes)
+            for batch, heads, kv_heads, length, dim in _read_shapes(self.shapes)
         ]  # fmt: skip
 
     @property
@@ -151,16 +152,24 @@ def _write(chosen: tuple[str, ...], known: object) -> str:
     return "all" if chosen == everything else ",".join(chosen) or "none"
 
 
-def _read_shapes(text: str) -> list[tuple[int, int, int, int]]:
+def _read_shapes(text: str) -> list[tuple[int, int, int, int, int]]:
+    """Batch, heads, heads of keys, length and dimension of each."""
     shapes = []
     for shape in text.split(","):
         try:
-            batch, heads, length, dim = (int(number) for number in shape.strip().split("x"))
+            batch, heads, length, dim = shape.strip().split("x")
+            heads, _, kv_heads = heads.partition("/")
+            numbers = [int(x) for x in (batch, heads, kv_heads or heads, length, dim)]
         except ValueError:
             raise ValueError(
-                f"--shapes must be BxHxTxD such as 8x10x2048x128, but came as {shape!r}"
+                "--shapes must be BxHxTxD such as 8x10x2048x128, or BxH/KxTxD with K heads of keys,"
+                f" but came as {shape!r}"
             ) from None
-        if min(batch, heads, length, dim) < 1:
+        if min(numbers) < 1:
             raise ValueError(f"--shapes must have numbers of at least 1, but came as {shape!r}")
-        shapes.append((batch, heads, length, dim))
+        if numbers[1] % numbers[2]:
+            raise ValueError(
+                f"the heads of keys must divide those of queries, but came as {shape!r}"
+            )
+        shapes.append((numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]))
     return shapes

@@ -43,7 +43,10 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Attention over B x H x T x D; in a step of decoding, one query against T keys."""
+    """Attention over B x H x T x D; in a step of decoding, one query against T keys.
+
+    Keys and values may have fewer heads, which divide H.
+    """
 
     batch: int
     heads: int
@@ -53,9 +56,20 @@ class Workload:
     device: torch.device
     filter: str = "causal"
     decode: bool = False
+    kv_heads: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.batch}x{self.heads}x{self.length}x{self.dim}"
+        heads = f"{self.heads}/{self.key_heads}" if self.group > 1 else f"{self.heads}"
+        return f"{self.batch}x{heads}x{self.length}x{self.dim}"
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def group(self) -> int:
+        """How many heads share their keys and values."""
+        return self.heads // self.key_heads
 
     @property
     def queries(self) -> int:
@@ -87,10 +101,10 @@ class Workload:
         kernel = build_kernel(kernel_name, self.heads, self.dim).to(self.device)
         generator = torch.Generator(self.device).manual_seed(seed)
 
-        def draw(name: str, length: int) -> Tensor:
+        def draw(name: str, length: int, heads: int) -> Tensor:
             # Positions are the same for the whole batch.
             batch = 1 if name == "position" else self.batch
-            shape = (batch, self.heads, length, self.dim)
+            shape = (batch, heads, length, self.dim)
             x = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
             return x.to(self.dtype).requires_grad_()
 
@@ -98,8 +112,8 @@ class Workload:
         keys = sorted(kernel.key_parts | {"content"})
         return Inputs(
             kernel=kernel,
-            q=Features(**{name: draw(name, self.queries) for name in queries}),
-            k=Features(**{name: draw(name, self.length) for name in keys}),
-            v=draw("v", self.length),
+            q=Features(**{name: draw(name, self.queries, self.heads) for name in queries}),
+            k=Features(**{name: draw(name, self.length, self.key_heads) for name in keys}),
+            v=draw("v", self.length, self.key_heads),
             filter=self.build_filter(),
         )

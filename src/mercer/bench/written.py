@@ -28,6 +28,7 @@ class Flex(Peer):
     """Softmax attention by a compiled FlexAttention, with the filter's block mask."""
 
     key, name, kernel = "flex", "softmax, FlexAttention", "softmax"
+    groups = True
 
     def __init__(self) -> None:
         self.mask = cache(lambda filter, *rest: filter.block_mask(*rest))
@@ -45,7 +46,8 @@ class Flex(Peer):
             torch.compiler.reset()
             self.compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
         mask = self.mask(given.filter, q.shape[2], k.shape[2], q.device)
-        out: Tensor = self.compiled(q, k, given.v, block_mask=mask, **arguments)
+        shared = q.shape[1] > k.shape[1]
+        out: Tensor = self.compiled(q, k, given.v, block_mask=mask, enable_gqa=shared, **arguments)
         return out
 
     def smooth(self, given: Inputs) -> Tensor:
@@ -57,7 +59,7 @@ class FlexRBF(Flex):
     """RBF by FlexAttention, with the number per key as a captured tensor."""
 
     key, name, kernel = "flex-rbf", "rbf, FlexAttention with a key bias", "rbf"
-    trains = True
+    trains, groups = True, False
 
     def smooth(self, given: Inputs) -> Tensor:
         q, k, _ = given.plain
