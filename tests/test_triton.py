@@ -659,7 +659,9 @@ def test_places_that_a_batch_shares_are_numbers_per_key_to_one_query(
     seen = []
     prepared = triton_launch.prepare
     monkeypatch.setattr(
-        triton_launch, "prepare", lambda x, *given: seen.append(len(x.q)) or prepared(x, *given)
+        triton_launch,
+        "prepare",
+        lambda x, *given, **options: seen.append(len(x.q)) or prepared(x, *given, **options),
     )
     draw = torch.Generator().manual_seed(0)
 
@@ -685,7 +687,10 @@ def test_places_that_a_batch_shares_are_numbers_per_key_to_one_query(
             **options,
             backend="reference",
         )
-    assert seen == [slots]
+    # Heads that share keys are queries at one place instead; but not with slopes, which are numbers
+    # per key of each head where no key comes after its query.
+    grouped = groups < 4 and not (alibi and filter.causal)
+    assert seen == [2 if grouped else slots]
     assert (got[0] - want[0]).abs().max() < 1e-5
     assert (got[1] - want[1]).abs().max() < 1e-4
 
