@@ -180,9 +180,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     x = x.readable()
     v = x.v
     batch, heads, num_queries = static.shape
-    first = static.slots[0]
-    if first.unit:
-        x = replace(x, k=[unit(x.k[0]).to(v.dtype), *x.k[1:]])
+    x = _to_length_1(x) if static.slots[0].unit else x
     ready = prepare(x, static, bands.form(x.bias, static, v))
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
@@ -215,8 +213,7 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     inside = NOTHING
     if len(x.q) == 1 and not x.col[0].numel():
         inside = NORMS if first.norm else LENGTHS if first.unit else NOTHING
-    if first.unit and inside != LENGTHS:
-        x = replace(x, k=[unit(x.k[0]).to(x.v.dtype), *x.k[1:]])
+    x = _to_length_1(x) if first.unit and inside != LENGTHS else x
     band = bands.form(x.bias, static, x.v)
     ready = prepare(x, static, band, inside == NORMS, few=True)
     if group > 1:
@@ -227,6 +224,11 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     (p,) = _plans_of(x, static, ready)
     out, low, lse = forward_of(x, p, ready, _parts(x, static), inside)
     return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
+
+
+def _to_length_1(x: Inputs) -> Inputs:
+    """With the first slot's keys of length 1."""
+    return replace(x, k=[unit(x.k[0]).to(x.v.dtype), *x.k[1:]])
 
 
 def _group(x: Inputs, static: Static) -> int:
