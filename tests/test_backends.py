@@ -7,6 +7,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
+from mercer.backends import blocks
 from mercer.backends.sdpa import flash_with_mass
 from mercer.testing import Shape, check_accuracy, inputs
 
@@ -317,3 +318,27 @@ def test_flash_attention_with_its_mass_is_as_a_compiled_graph_expects_it(tokens)
     q, k, v = torch.randn(3, 2, 31, 4, 8).transpose(2, 3) if tokens else torch.randn(3, 2, 4, 31, 8)
     given = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(flash_with_mass, (*given, None, True, 0.3))
+
+
+def test_few_queries_have_many_keys_in_a_block(monkeypatch):
+    seen = []
+    scores = blocks.Blocks.scores
+
+    def spy(self, rows, cols):
+        seen.append((rows.stop - rows.start, cols.stop - cols.start))
+        return scores(self, rows, cols)
+
+    monkeypatch.setattr(blocks.Blocks, "scores", spy)
+    k, v = torch.randn(2, 1, 8, 5000, 4).unbind()
+    for queries, keys in ((1, 4096), (3, 4096), (60, 4096), (300, 512), (700, 512)):
+        seen.clear()
+        q = torch.randn(1, 8, queries, 4)
+        out = mc.smooth(mc.RBF(), q, k, v, filter=mc.Causal(), backend="chunked")
+        assert (min(queries, 512), keys) in seen
+        assert max(a * b for a, b in seen) <= 512 * 512
+        want = mc.smooth(mc.RBF(), q.double(), k.double(), v.double(), filter=mc.Causal())
+        assert (out - want).abs().max() < 1e-4
+    # A block that nobody sees is skipped all the same.
+    seen.clear()
+    mc.smooth(mc.RBF(), q[:, :, :1], k, v, filter=mc.Window(9, 0), backend="chunked")
+    assert seen == [(1, 5000 - 4096)]

@@ -134,9 +134,10 @@ def test_every_condition(fitting, other):
     assert not Rule(backends=("sdpa",), because="", **other).fits(CALL)
 
 
-def chosen(kernel, filter=CAUSAL, length=64, dim=16, **options):
+def chosen(kernel, filter=CAUSAL, length=64, dim=16, queries=None, **options):
     x = torch.zeros(1, 2, length, dim)
-    return mc.explain(kernel, x, x, x, filter=filter, **options).backend
+    q = x if queries is None else x[:, :, -queries:]
+    return mc.explain(kernel, q, x, x, filter=filter, **options).backend
 
 
 def test_decisions_on_a_cpu():
@@ -147,6 +148,8 @@ def test_decisions_on_a_cpu():
     assert chosen(mc.RBF(), mc.Window(8, 0), length=2049) == "chunked"
     assert chosen(mc.Polynomial(), length=153) == "chunked"  # 0.6 * 16 * 16 = 153.6
     assert chosen(mc.Polynomial(), length=154) == "linear"
+    assert chosen(mc.Polynomial(), length=154, queries=17) == "linear"
+    assert chosen(mc.Polynomial(), length=154, queries=16) == "chunked"
     assert chosen(mc.Polynomial(), mc.Window(8, 0), length=154) == "chunked"
     assert chosen(mc.Polynomial(4), length=154) == "chunked"
     assert chosen(mc.Polynomial() + mc.RBF(), length=154) == "chunked"
@@ -175,6 +178,7 @@ def test_decisions_on_a_gpu(name, family, monkeypatch):
     # 5 D V keys, with 16 features and values
     assert chosen(mc.Polynomial(), length=1279) == "triton"
     assert chosen(mc.Polynomial(), length=1280) == ("linear" if name == "hopper" else "triton")
+    assert chosen(mc.Polynomial(), length=1280, queries=16) == "triton"
     for kernel in (mc.RBF(), mc.Laplace(), mc.Polynomial(), mc.RBF() + mc.Exponential()):
         assert chosen(kernel) == "triton"
     monkeypatch.setitem(dispatch.BACKENDS, *takes("triton", *rules.KINDS))
@@ -198,7 +202,7 @@ def test_families(monkeypatch):
 def test_explain_says_which_rule_decided():
     x = torch.zeros(1, 2, 200, 16)
     said = mc.explain(mc.Polynomial(), x, x, x)
-    rule = dispatch.RULES["cpu"][0]
+    rule = dispatch.RULES["cpu"][1]
     assert said.because == f"{rule.because} [cpu rule: kind power, at least keys per dv 0.6]"
     assert f"backend   linear: {rule.because}" in str(said)
     assert mc.explain(mc.Laplace(), x, x, x, backend="chunked").because == "you named it"
@@ -213,6 +217,12 @@ def test_the_next_rule_counts_where_all_backends_of_one_refuse(monkeypatch):
     assert (said.backend, said.because) == ("chunked", "last [cpu rule: always]")
 
 
+def few_and_rest(of):
+    """The rules for few queries, and all others."""
+    few = tuple(r for r in of if r.at_most_queries is not None)
+    return few, tuple(r for r in of if r not in few)
+
+
 def test_new_rules_come_first_and_replace_their_like():
     table = rules.read(TEXT, dispatch.BACKENDS)
 
@@ -225,11 +235,14 @@ def test_new_rules_come_first_and_replace_their_like():
         once, "cpu", [rule(kind="keyed", at_least_keys=9), rule(kind="keyed"), rule(kind="link")]
     )
     again = rules.put_first(twice, "cpu", [rule(kind="keyed", at_least_features=7)])
+    few, rest = few_and_rest(table["cpu"])
+    assert few
     assert [r.conditions for r in again["cpu"]] == [
         {"kind": "keyed", "at_most_queries": 1},
+        *(r.conditions for r in few),
         {"kind": "keyed", "at_least_features": 7},
         {"kind": "link"},
-        *(r.conditions for r in table["cpu"]),
+        *(r.conditions for r in rest),
     ]
     assert again["hopper"] == table["hopper"]
     assert rules.read(rules.write(again), dispatch.BACKENDS) == again
@@ -250,12 +263,14 @@ def test_tuning_writes_entries_that_change_the_choice(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, [*arguments, "--write"])
     assert done.exit_code == 0, done.output
     table = rules.read(rules.PATH.read_text(), dispatch.BACKENDS)
-    assert rules.as_entry(table["cpu"][0]) in done.output
-    assert table["cpu"][0].conditions == {
+    before, (written, *after) = few_and_rest(table["cpu"])
+    assert table["cpu"] == (*before, written, *after)
+    assert rules.as_entry(written) in done.output
+    assert written.conditions == {
         "kind": "keyed", "half": False, "gradient": True, "at_most_mask": 0,
     }  # fmt: skip
-    assert "1x2x64x16 float32 causal, rbf, forward and backward: chunked" in table["cpu"][0].because
-    assert table["cpu"][1:] == dispatch.RULES["cpu"]
+    assert "1x2x64x16 float32 causal, rbf, forward and backward: chunked" in written.because
+    assert (*before, *after) == dispatch.RULES["cpu"]
 
     assert chosen(mc.RBF()) == "sdpa"
     monkeypatch.setattr(dispatch, "RULES", table)

@@ -14,12 +14,19 @@ from ..spec import decode
 from ..term import Link, accumulator
 
 BLOCK_ELEMENTS = 2**21
+MOST_KEYS = 4096
 
 
 def block_side(batch_heads: int) -> int:
     """A block's side: a power of two from 64 to 1024 that keeps all heads' blocks in the cache."""
     side = math.sqrt(BLOCK_ELEMENTS / max(batch_heads, 1))
     return max(64, min(1024, 2 ** int(math.log2(max(side, 64)))))
+
+
+def keys_of_block(side: int, num_queries: int) -> int:
+    """Of keys there are more beside few queries, but not so many that no block is skipped."""
+    few = 2 ** max(num_queries - 1, 0).bit_length()
+    return max(side, min(MOST_KEYS, side * side // few))
 
 
 def by_distance(table: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -50,6 +57,7 @@ class Blocks:
         self.num_queries, self.num_keys = num_queries, v.shape[2]
         self.start = self.num_keys - num_queries
         self.side = block_side(v.shape[0] * v.shape[1])
+        self.wide_side = keys_of_block(self.side, num_queries)
         self.spoiled = self._spoiled(bad_queries, bad_keys)  # [B, H, Q]
 
     def _spoiled(self, bad_queries: Tensor | None, bad_keys: Tensor | None) -> Tensor | None:
@@ -71,8 +79,8 @@ class Blocks:
     def keys(self, rows: slice) -> Iterator[tuple[slice, Tensor | None]]:
         """The key blocks that these queries see, each with its mask if it needs one."""
         i = Span(rows.start + self.start, rows.stop - 1 + self.start)
-        for first in range(0, self.num_keys, self.side):
-            cols = slice(first, min(first + self.side, self.num_keys))
+        for first in range(0, self.num_keys, self.wide_side):
+            cols = slice(first, min(first + self.wide_side, self.num_keys))
             covered = self.filter.covers(i, Span(cols.start, cols.stop - 1), self.start)
             if covered is not False:
                 yield cols, None if covered else self.visible(rows, cols)

@@ -18,7 +18,7 @@ from ..operators import fake, learns, operator
 from ..spec import decode
 from ..term import Smoothed, accumulator, repeat
 from . import Task
-from .blocks import Blocks, block_side
+from .blocks import Blocks, block_side, keys_of_block
 
 name = "chunked"
 
@@ -33,7 +33,8 @@ def memory(task: Task) -> int:
     wide = accumulator(task.v.dtype).itemsize
     widths = sum(f.width + f.keyed for f in task.term.factors) + task.v.shape[-1]
     side = block_side(task.batch * task.heads)
-    block = min(side, task.num_queries) * min(side, task.num_keys)
+    keys = min(keys_of_block(side, task.num_queries), task.num_keys)
+    block = min(side, task.num_queries) * keys
     tokens = task.num_queries + task.num_keys
     return wide * task.batch * task.heads * (tokens * widths + 6 * block)
 
