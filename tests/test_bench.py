@@ -212,7 +212,7 @@ def test_the_check_has_groups_of_heads(monkeypatch):
     monkeypatch.setattr(Ours, "smooth", spy)
     for heads, kv_heads, expected in ((8, 2, (4, 1)), (8, 8, (2, 2)), (6, 3, (2, 1))):
         seen.clear()
-        given = workload(heads=heads, kv_heads=kv_heads)
+        given = workload(heads=heads, group=heads // kv_heads)
         assert check(Ours("rbf", "chunked"), given, forward_only=True) is None
         assert set(seen) == {expected}
 

@@ -70,3 +70,25 @@ def test_a_gradient_flows_through_what_is_formed_from_them():
             for backend in ("auto", "reference")
         ]
         assert torch.allclose(*grads, atol=1e-5)
+
+
+def test_which_bucket_a_distance_has_is_kept(monkeypatch):
+    made = []
+    bucket = mc.Buckets.bucket
+    monkeypatch.setattr(
+        mc.Buckets, "bucket", lambda self, away: made.append(self) or bucket(self, away)
+    )
+    tables = torch.randn(2, 8, 2)
+    kernels = [mc.Buckets(table) for table in tables] + [
+        mc.Buckets(tables[0], max_distance=20), mc.Buckets(tables[0], bidirectional=False)
+    ]  # fmt: skip
+    x = torch.randn(1, 2, 30, 4)
+    for _ in range(2):
+        for kernel in kernels:
+            given = (mc.Exponential() * kernel, x, x, x)
+            out = mc.smooth(*given, backend="chunked")
+            wanted = made.copy()
+            assert (out - mc.smooth(*given, backend="reference")).abs().max() < 1e-5
+            made[:] = wanted
+    # A table of other numbers has the same buckets.
+    assert made == [kernels[0], *kernels[2:]]

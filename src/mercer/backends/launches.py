@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .triton_sizes import PLAIN, SPREADS, bucket_of, fitted, on_hopper, shared_memory, sizes_of
+from .triton_sizes import (
+    NOTHING,
+    PLAIN,
+    SPREADS,
+    bucket_of,
+    fitted,
+    on_hopper,
+    shared_memory,
+    sizes_of,
+)
 
 if TYPE_CHECKING:
     from .triton_plan import Plan
@@ -82,12 +91,13 @@ NO_OWN = (0,)
 
 
 def launch_of(
-    p: Plan, kind: str, *, parts: int = 0, inside: int = 0, grad_copies: bool = False,
+    p: Plan, kind: str, *, parts: int = 0, inside: int = NOTHING, grad_copies: bool = False,
     low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
     store: bool = False, own: tuple[int, ...] = NO_OWN, most: int = 0,
 ) -> Launch:  # fmt: skip
     """The kernel of this kind for the plan.
 
+    `parts`: into how many the keys of few queries are cut; `inside`: what it forms of keys itself.
     `own`: whether queries have values (1) or keys, too (2), for themselves, and what else Triton
     compiles for; `most`: how many blocks may say what of it is not finite.
     """

@@ -34,7 +34,6 @@ from . import Task, bands, triton_launch, triton_plan, triton_steer
 from .launches import INTERPRETED
 from .tapes import play
 from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, expanded, parse
-from .triton_sizes import SPLIT_QUERIES
 from .triton_slots import AsGiven, Forms, Joined, form, slots_of, widths_of
 
 name = "triton"
@@ -101,7 +100,7 @@ def run(task: Task) -> Smoothed:
     learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
     formed: Forms = None if compiling else {}
     dtype = task.v.dtype
-    slots = slots_of(task.term, dtype, formed, not learns and task.num_queries <= SPLIT_QUERIES)
+    slots = slots_of(task.term, dtype, formed, learns)
     rule = task.clauses
     assert not isinstance(rule, str)
     none = task.v.new_empty(0, dtype=torch.float32)

@@ -40,8 +40,7 @@ FAR = tl.constexpr(1)
 BLOCKS = tl.constexpr(2)
 PAIRS = tl.constexpr(3)
 GRANULE = tl.constexpr(triton_sizes.GRANULE)
-# What is formed of a block of keys on the way: numbers of distances, or lengths that products are divided by.
-NORMS = tl.constexpr(1)
+NORMS = tl.constexpr(triton_sizes.NORMS)
 LEAST_LENGTH = tl.constexpr(term.LEAST_LENGTH)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..term import repeat, unit
+from ..term import repeat
 from . import bands, hopper
 from .launches import INTERPRETED, NO_OWN, Launch, helper, launch_of
 from .triton_plan import (
@@ -37,7 +37,7 @@ from .triton_plan import (
     stores,
     strides_of,
 )
-from .triton_sizes import SPLIT_QUERIES
+from .triton_sizes import LENGTHS, NORMS, NOTHING, PART, SPLIT_QUERIES, are_few
 
 LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
@@ -45,11 +45,6 @@ LOG2E = math.log2(math.e)
 ROOM = 512
 # With fewer keys, what one query has of them is not worth a kernel of its own.
 MANY_KEYS = 1024
-# With fewer keys, few queries are as others are; no part of the keys is shorter.
-PART = 512
-# What a kernel forms of a block of keys itself, as triton_kernels.py has it: numbers of distances, or
-# lengths by which products are divided.
-NOTHING, NORMS, LENGTHS = 0, 1, 2
 
 
 class Own(NamedTuple):
@@ -175,12 +170,11 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
 
 def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
-    if _is_few(x, static):
-        return _few(x.readable(), static)
     x = x.readable()
     v = x.v
     batch, heads, num_queries = static.shape
-    x = _to_length_1(x) if static.slots[0].unit else x
+    if are_few(num_queries, v.shape[2]) and not static.trains:
+        return _few(x, static)
     ready = prepare(x, static, bands.form(x.bias, static, v))
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
@@ -199,11 +193,6 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     return out, lse, low, ready
 
 
-def _is_few(x: Inputs, static: Static) -> bool:
-    """Whether there are few queries, which do not learn, and many keys."""
-    return static.shape[2] <= SPLIT_QUERIES and not static.trains and x.v.shape[2] >= PART
-
-
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """`forward` for few queries: by parts of the keys, which are read once."""
     shape, group = static.shape, _group(x, static)
@@ -213,7 +202,6 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     inside = NOTHING
     if len(x.q) == 1 and not x.col[0].numel():
         inside = NORMS if first.norm else LENGTHS if first.unit else NOTHING
-    x = _to_length_1(x) if first.unit and inside != LENGTHS else x
     band = bands.form(x.bias, static, x.v)
     ready = prepare(x, static, band, inside == NORMS, few=True)
     if group > 1:
@@ -224,11 +212,6 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     (p,) = _plans_of(x, static, ready)
     out, low, lse = forward_of(x, p, ready, _parts(x, static), inside)
     return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
-
-
-def _to_length_1(x: Inputs) -> Inputs:
-    """With the first slot's keys of length 1."""
-    return replace(x, k=[unit(x.k[0]).to(x.v.dtype), *x.k[1:]])
 
 
 def _group(x: Inputs, static: Static) -> int:

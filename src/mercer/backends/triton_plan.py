@@ -34,7 +34,7 @@ class Slot(NamedTuple):
     saves: bool  # the number per key that came has a gradient
     log: Log = NO_LOG
     keys: bool = True  # the keys have a gradient
-    unit: bool = False  # the keys are to be taken to length 1
+    unit: bool = False  # the keys of few queries are to be taken to length 1, by the kernel
 
 
 class Steer(NamedTuple):

@@ -94,11 +94,20 @@ FALLBACKS = {
     "near": ("table", "link"),
     "long": ("table", "link"),
 }
-# Few queries against many keys, by parts of the keys; what is wide has no room for more.
-SPLIT_QUERIES = 16
+# What a kernel forms of a block of keys on its way: numbers of distances, or lengths that products are
+# divided by.
+NOTHING, NORMS, LENGTHS = 0, 1, 2
+# Few queries against many keys, by parts of the keys, none of which is shorter; what is wide has no room
+# for more.
+SPLIT_QUERIES, PART = 16, 512
 SPLITS = {64: Sizes(16, 64, 4, 3), 128: Sizes(16, 128, 8, 3), 256: Sizes(16, 64, 4, 3)}
 # The shared memory that a program may take on Hopper, in bytes.
 HOPPER = 232448
+
+
+def are_few(num_queries: int, num_keys: int) -> bool:
+    """Whether queries that do not learn are so few beside their keys that these go by parts."""
+    return num_queries <= SPLIT_QUERIES and num_keys >= PART
 
 
 @lru_cache(maxsize=16)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..sinusoids import Turned, turned
 from ..term import Apart, Factor, Formed, Sloped, Term, Unit, join, late, repeat, unit
 from .triton_launch import add
+from .triton_sizes import are_few
 
 # How tensors were formed that a term does not have itself, by their ids; None in compiled graphs.
 Forms = dict[int, Formed] | None
@@ -62,16 +63,11 @@ def widths_of(term: Term) -> list[int] | str:
     return widths if len(widths) <= 2 else "it takes two factors at most"
 
 
-def slots_of(term: Term, dtype: torch.dtype, formed: Forms, few: bool = False) -> list[Factor]:
-    """One or two factors with features.
-
-    `few`: few queries that do not learn; a kernel can take keys of any length to length 1 itself.
-    """
+def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool = True) -> list[Factor]:
+    """One or two factors with features; of what few queries do not learn, the keys may be as given."""
     plain, bare, linked = _parts(term)
-    plain = [
-        _of_length_1(f, dtype, formed, few and len(term.factors) == 1) if isinstance(f, Unit) else f
-        for f in plain
-    ]
+    alone = len(term.factors) == 1 and not learns
+    plain = [_of_length_1(f, dtype, formed, alone) if isinstance(f, Unit) else f for f in plain]
     if len(plain) + len(linked) > 2 and len(plain) > 1:
         plain = [_merged(plain, dtype)]
     for f in bare:
@@ -97,9 +93,9 @@ def slots_of(term: Term, dtype: torch.dtype, formed: Forms, few: bool = False) -
     return plain + linked
 
 
-def _of_length_1(f: Unit, dtype: torch.dtype, formed: Forms, as_given: bool) -> Factor:
+def _of_length_1(f: Unit, dtype: torch.dtype, formed: Forms, alone: bool) -> Factor:
     q = form(formed, partial(_unit_in, dtype), f.queries)
-    if as_given:
+    if alone and are_few(f.queries.shape[2], f.keys.shape[2]):
         return AsGiven(q=q, k=f.keys, scale=f.scale)
     return Factor(q=q, k=form(formed, partial(_unit_in, dtype), f.keys), scale=f.scale)
 

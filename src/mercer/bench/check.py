@@ -55,7 +55,7 @@ def check(contender: Contender, workload: Workload, *, forward_only: bool) -> st
     """How wrong the contender is, or None."""
     length = min(workload.length, DECODE_LENGTH if workload.decode else LENGTH)
     # At least one group of heads that share their keys.
-    kv_heads = min(workload.key_heads, max(1, HEADS // workload.group))
+    kv_heads = min(workload.kv_heads, max(1, HEADS // workload.group))
     heads = kv_heads * workload.group
     filter = workload.build_filter(length)
     shape = Shape(1, heads, kv_heads, 1 if workload.decode else length, length, workload.dim)

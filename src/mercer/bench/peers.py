@@ -41,15 +41,14 @@ class SDPA(Peer):
 
     def smooth(self, given: Inputs) -> Tensor:
         q, k, v = given.plain
-        arguments = dict(self.arguments(given.filter, q.shape[2], k.shape[2], q.device))
-        if k.shape[1] < q.shape[1]:
-            arguments["enable_gqa"] = True
+        arguments = self.arguments(given.filter, q.shape[2], k.shape[2], q.device)
+        shared = k.shape[1] < q.shape[1]
         if self.choice is None:
-            return F.scaled_dot_product_attention(q, k, v, **arguments)
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared, **arguments)
         with warnings.catch_warnings(record=True) as said, sdpa_kernel(self.choice):
             warnings.simplefilter("always")
             try:
-                return F.scaled_dot_product_attention(q, k, v, **arguments)
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared, **arguments)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:

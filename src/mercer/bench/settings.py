@@ -52,7 +52,7 @@ class Settings:
     def workloads(self) -> list[Workload]:
         return [
             Workload(
-                batch=batch, heads=heads, kv_heads=kv_heads, length=length, dim=dim,
+                batch=batch, heads=heads, group=heads // kv_heads, length=length, dim=dim,
                 dtype=DTYPES[self.dtype], device=self.device, filter=self.filter,
                 decode=self.decode,
             )

@@ -45,7 +45,7 @@ class Inputs:
 class Workload:
     """Attention over B x H x T x D; in a step of decoding, one query against T keys.
 
-    Keys and values may have fewer heads, which divide H.
+    So many heads may share keys and values as make up a group.
     """
 
     batch: int
@@ -56,20 +56,15 @@ class Workload:
     device: torch.device
     filter: str = "causal"
     decode: bool = False
-    kv_heads: int | None = None
+    group: int = 1
 
     def __str__(self) -> str:
-        heads = f"{self.heads}/{self.key_heads}" if self.group > 1 else f"{self.heads}"
+        heads = f"{self.heads}/{self.kv_heads}" if self.group > 1 else f"{self.heads}"
         return f"{self.batch}x{heads}x{self.length}x{self.dim}"
 
     @property
-    def key_heads(self) -> int:
-        return self.heads if self.kv_heads is None else self.kv_heads
-
-    @property
-    def group(self) -> int:
-        """How many heads share their keys and values."""
-        return self.heads // self.key_heads
+    def kv_heads(self) -> int:
+        return self.heads // self.group
 
     @property
     def queries(self) -> int:
@@ -113,7 +108,7 @@ class Workload:
         return Inputs(
             kernel=kernel,
             q=Features(**{name: draw(name, self.queries, self.heads) for name in queries}),
-            k=Features(**{name: draw(name, self.length, self.key_heads) for name in keys}),
-            v=draw("v", self.length, self.key_heads),
+            k=Features(**{name: draw(name, self.length, self.kv_heads) for name in keys}),
+            v=draw("v", self.length, self.kv_heads),
             filter=self.build_filter(),
         )
