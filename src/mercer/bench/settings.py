@@ -169,7 +169,8 @@ def _read_shapes(text: str) -> list[tuple[int, int, int, int, int]]:
             raise ValueError(f"--shapes must have numbers of at least 1, but came as {shape!r}")
         if numbers[1] % numbers[2]:
             raise ValueError(
-                f"--shapes must have heads of keys that divide those of queries, but came as {shape!r}"
+                "--shapes must have heads of keys that divide those of queries,"
+                f" but came as {shape!r}"
             )
         shapes.append((numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]))
     return shapes
