@@ -109,7 +109,7 @@ class Subclass(torch.Tensor):
 
 def test_what_is_not_known_to_be_safe_is_not_kept():
     q, k, v = given()
-    for kernel in (Own(1.0), mc.Buckets(torch.zeros(4, 2)), mc.RBF(1.0) * Own(1.0), None):
+    for kernel in (Own(1.0), mc.RBF(1.0) + mc.Exponential(), mc.RBF(1.0) * Own(1.0), None):
         assert key(kernel, q, k, v) is None
     kernel = mc.RBF(1.0)
     assert key(kernel, q, k, v, mc.Padding([2])) is None
@@ -204,8 +204,8 @@ def test_what_is_known_is_forgotten_before_it_is_too_much(backend, monkeypatch):
 
 
 KERNELS = [
-    "softmax", "rbf", "alibi", "adaptive", "product", "relative-sinusoid", "lookup", "laplace",
-    "matern", "polynomial", "rational", "cosine",
+    "softmax", "rbf", "alibi", "adaptive", "product", "relative-sinusoid", "lookup", "buckets",
+    "laplace", "matern", "polynomial", "rational", "cosine",
 ]  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from .kernels import (
     RBF,
     AdaptiveRBF,
     ALiBi,
+    Buckets,
     Cosine,
     Exponential,
     Kernel,
@@ -154,7 +155,7 @@ def _attributes(
 READERS: dict[type, Reader] = dict.fromkeys(
     (
         Exponential, Polynomial, RBF, Laplace, Matern, RationalQuadratic, AdaptiveRBF, ALiBi,
-        Cosine, Lookup, RelativeSinusoid, Product, nn.ModuleList,
+        Cosine, Lookup, Buckets, RelativeSinusoid, Product, nn.ModuleList,
     ),
     _attributes,
 )  # fmt: skip

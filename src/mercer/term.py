@@ -29,7 +29,7 @@ class Formed(NamedTuple):
     """A tensor as a function of others, which depends on nothing else."""
 
     function: Callable[..., Tensor]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | Formed, ...]
 
 
 class Smoothed(NamedTuple):
@@ -304,6 +304,7 @@ class Relative:
     """bias(i, j) = table[..., i, clip(i - j, -c, c) + c]."""
 
     table: Tensor  # [B or 1, H, Q or 1, 2c + 1]
+    formed: Formed | None = None  # how the table was, or what it is the product of
 
     @property
     def clip(self) -> int:

@@ -22,6 +22,7 @@ from ..term import (
     BEND,
     Again,
     Apart,
+    Formed,
     Link,
     LogScale,
     Repeatable,
@@ -177,8 +178,10 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -
         if bias.formed is not None and formed is not None and rows is bias.rows:
             formed[id(rows)] = bias.formed
         return Bias(asking=asking, rows=rows), bias.clip
-    table = _at_least_one(bias.table.float())
-    return Bias(table=table.expand(-1, *shape[1:], -1)), table.shape[-1] // 2
+    table = _full_table(shape, bias.table)
+    if bias.formed is not None and formed is not None and not isinstance(bias, Scored):
+        formed[id(table)] = Formed(partial(_full_table, shape), (bias.formed,))
+    return Bias(table=table), table.shape[-1] // 2
 
 
 def _bend(scale: LogScale) -> Log:
@@ -192,9 +195,9 @@ def _full(row: Tensor, shape: tuple[int, int, int]) -> Tensor:
     return repeat(row, shape[0], shape[1]).float()
 
 
-def _at_least_one(table: Tensor) -> Tensor:
-    """A table that reaches one place each way at least: its ends are then two columns."""
-    return table.expand(*table.shape[:-1], 3) if table.shape[-1] == 1 else table
+def _full_table(shape: tuple[int, int, int], table: Tensor) -> Tensor:
+    """Of all heads and queries, reaching one place each way at least: its ends are two columns."""
+    return table.float().expand(-1, *shape[1:], max(3, table.shape[-1]))
 
 
 def _code(link: Link) -> tuple[int, float]:

@@ -40,7 +40,10 @@ FAR = tl.constexpr(1)
 BLOCKS = tl.constexpr(2)
 PAIRS = tl.constexpr(3)
 GRANULE = tl.constexpr(triton_sizes.GRANULE)
+NOTHING = tl.constexpr(triton_sizes.NOTHING)
 NORMS = tl.constexpr(triton_sizes.NORMS)
+BY_LENGTHS = tl.constexpr(triton_sizes.LENGTHS)
+EACH = tl.constexpr(triton_sizes.EACH)
 LEAST_LENGTH = tl.constexpr(term.LEAST_LENGTH)
 
 
@@ -126,10 +129,16 @@ def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr, LOG: 
     return out
 
 
+@triton.jit
+def _inverse_length(squares):
+    """1 / |x|; of what has no length, products are zeros."""
+    return 1.0 / tl.maximum(tl.sqrt(squares), LEAST_LENGTH)
+
+
 @triton.constexpr_function
-def _mode(mode, grouped):
-    """How scales are read that every query has one of, where they are those of a group's heads."""
-    return 2 if mode == 1 and grouped else mode
+def _mode(mode, grouped, inside):
+    """The mode of scales that queries have each their own of, as heads of a group or by their lengths."""
+    return 2 if (mode == 1 and grouped) or inside == BY_LENGTHS.value else mode
 
 
 @triton.jit
@@ -529,6 +538,29 @@ def _numbers(col, start, num_keys, BN: tl.constexpr):
 
 
 @triton.jit
+def _numbers_of(col, start, num_keys, BN: tl.constexpr, HAS_COL: tl.constexpr):
+    """The same, or, of EACH, a row of them for every row of `col`."""
+    if HAS_COL == EACH:
+        j = (start + tl.arange(0, BN))[None, :]
+        out = tl.load(col + j, mask=j < num_keys, other=0.0)
+    else:
+        out = _numbers(col, start, num_keys, BN)
+    return out
+
+
+@triton.jit
+def _below(x, HAS_COL: tl.constexpr):
+    """Numbers per key beside rows of queries."""
+    return x if HAS_COL == EACH else x[None, :]
+
+
+@triton.jit
+def _column(base, h, of, group, stride, HAS_COL: tl.constexpr):
+    """Where the numbers per key of head h begin, or, of EACH, those of heads `of`, as a column."""
+    return base + (of // group * stride)[:, None] if HAS_COL == EACH else base + h // group * stride
+
+
+@triton.jit
 def _ones(BM: tl.constexpr, dtype: tl.constexpr, MODE: tl.constexpr):
     """What columns are multiplied by to be added up."""
     out = tl.full((BM, COLUMNS), 1.0, dtype)
@@ -597,9 +629,9 @@ def _forward_span(
     # The numbers per key are read one block ahead: nothing else hides the wait for them.
     c0, c1 = far, far
     if HAS_COL0 and not SPREAD:
-        c0 = _numbers(col0, start, num_keys, BN)
+        c0 = _numbers_of(col0, start, num_keys, BN, HAS_COL0)
     if HAS_COL1:
-        c1 = _numbers(col1, start, num_keys, BN)
+        c1 = _numbers_of(col1, start, num_keys, BN, HAS_COL1)
     for first_key in tl.range(start, stop, BN):
         j = first_key + tl.arange(0, BN)
         k = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, E0, CHECK, TMA)
@@ -619,11 +651,10 @@ def _forward_span(
             if INSIDE == NORMS:
                 t -= 0.5 * squares
             else:
-                # Of a key of no length, the products are zeros.
-                t = t * (1.0 / tl.maximum(tl.sqrt(squares), LEAST_LENGTH))
+                t = t * _inverse_length(squares)
         elif HAS_COL0 and not SPREAD:
-            t += c0[None, :]
-            c0 = _numbers(col0, first_key + BN, num_keys, BN)
+            t += _below(c0, HAS_COL0)
+            c0 = _numbers_of(col0, first_key + BN, num_keys, BN, HAS_COL0)
         values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
         seen = j[None, :] >= 0
         if MASK:
@@ -674,8 +705,8 @@ def _forward_span(
             e, a, _ = _link(s, LINK0, PARAM0, FORM == FLAT)
             if E1 > 0 and not SAME:
                 if HAS_COL1:
-                    t1 += c1[None, :]
-                    c1 = _numbers(col1, first_key + BN, num_keys, BN)
+                    t1 += _below(c1, HAS_COL1)
+                    c1 = _numbers_of(col1, first_key + BN, num_keys, BN, HAS_COL1)
                 s1 = _scaled(t1, _down(scale1, MODE1), row1[:, None], LINK1, HAS_ROW1)
                 other, a1, _ = _link(s1, LINK1, PARAM1, False)
                 e += other
@@ -771,11 +802,13 @@ def forward(
         # Before queries are held, and lie in another way.
         x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
         own = tl.sum(q0.to(tl.float32) * x.to(tl.float32), 1)
-    if HELD & 1:
-        q0 = _held(q0, E0, PRECISION)
-    # Which scales of heads the queries have: one, or of a group all.
+    # Whose scales the queries have: those of one head, or of all in a group.
     of = h * num_queries + tl.minimum(n, num_queries - 1) if GROUPED else h
     scale0 = _scale(S0, number0, ss0, of, line, n, inside, MODE0, LOG0)
+    if INSIDE == BY_LENGTHS:
+        scale0 = scale0 * _inverse_length(tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1))
+    if HELD & 1:
+        q0 = _held(q0, E0, PRECISION)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
     q1, scale1, row1 = q0, scale0, none
     if E1 > 0:
@@ -790,8 +823,8 @@ def forward(
     k0 = _head(K0, b, h0, skb0, skh0, TMA)
     k1 = _head(K1, b, h1, skb1, skh1, TMA and (E1 > 0 or SPREAD))
     v = _head(V_, b, hv, svb, svh, TMA)
-    col0 = C0 + b * scb0 + (h // gc0) * sch0
-    col1 = C1 + b * scb1 + (h // gc1) * sch1
+    col0 = _column(C0 + b * scb0, h, of, gc0, sch0, HAS_COL0)
+    col1 = _column(C1 + b * scb1, h, of, gc1, sch1, HAS_COL1)
     band, begin = BAND, 0
     far = none
     if CLIP >= 0:
@@ -864,7 +897,7 @@ def forward(
                     far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
                     own, i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
                     skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
-                    LINK1, PARAM0, PARAM1, _mode(MODE0, GROUPED), _mode(MODE1, GROUPED), HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
+                    LINK1, PARAM0, PARAM1, _mode(MODE0, GROUPED, INSIDE), _mode(MODE1, GROUPED, NOTHING), HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
                     _of_keys(span, FILTER, CLIP, SIDED), FILTER,
                     _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
                     DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED, OWN, False, False,

@@ -215,12 +215,16 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
 
 
 def _group(x: Inputs, static: Static) -> int:
-    """How many heads have all of their keys in common, if one query can have them as queries."""
+    """How many heads have all of their keys in common, if one query can have them as queries.
+
+    Numbers per key may be those of fewer or of more heads.
+    """
     _, heads, num_queries = static.shape
-    shared = [*x.k, x.v, *(y for y in x.col if y.numel())]
-    most = max(y.shape[1] for y in shared)
+    counts = [y.shape[1] for y in (*x.k, x.v)]
+    most = max(counts)
+    counts += [y.shape[1] for y in x.col if y.numel() and y.shape[1] < most]
     fits = num_queries == 1 and heads // most <= SPLIT_QUERIES
-    return heads // most if fits and all(most % y.shape[1] == 0 for y in shared) else 1
+    return heads // most if fits and all(most % count == 0 for count in counts) else 1
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .launches import INTERPRETED, Launch
-from .triton_sizes import FLAT, PLAIN, POLY, SPLIT_QUERIES
+from .triton_sizes import EACH, FLAT, PLAIN, POLY, SPLIT_QUERIES
 
 # How a kernel forms a scale from what it reads: as it is (0), or exp(-2 (x + offset)), with x as it
 # is (1) or bent beyond low and high (2): (kind, offset, low, high, bend).
@@ -34,7 +34,7 @@ class Slot(NamedTuple):
     saves: bool  # the number per key that came has a gradient
     log: Log = NO_LOG
     keys: bool = True  # the keys have a gradient
-    unit: bool = False  # the keys of few queries are to be taken to length 1, by the kernel
+    unit: bool = False  # few queries and their keys are to be taken to length 1, by the kernel
 
 
 class Steer(NamedTuple):
@@ -231,7 +231,8 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     strides += [0 if y.numel() == 1 else 1 for y in (x.scale[0], x.scale[-1])]
     strides += [*strides_of(band, batch)[:2], band.shape[-1]]
     strides += [heads, *(heads // y.shape[1] for y in (k0, k1, v))]
-    strides += [heads // y.shape[1] if y.dim() == 3 else 1 for y in (c0, c1)]
+    (has0, of0), (has1, of1) = (_per_key(y, static) for y in (c0, c1))
+    strides += [of0, of1]
     form, same = _form(static, v.dtype)
     constants = {
         "E0": e0,
@@ -245,8 +246,8 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
         "MODE1": slots[-1].mode,
         "LOG0": slots[0].log,
         "LOG1": slots[-1].log,
-        "HAS_COL0": c0.numel() > 0,
-        "HAS_COL1": two and c1.numel() > 0,
+        "HAS_COL0": has0,
+        "HAS_COL1": two and has1,
         "HAS_ROW0": row0.numel() > 0,
         "HAS_ROW1": two and row1.numel() > 0,
         "CLIP": static.clip,
@@ -264,6 +265,16 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
         static, v.device, v.dtype, tuple(strides), widths, v.shape[2], constants, spread, aligned,
         bounded=slots[0].norm and not x.col[0].numel(),
     )  # fmt: skip
+
+
+def _per_key(col: Tensor, static: Static) -> tuple[int, int]:
+    """Whether there are numbers per key, True or EACH, and how many heads share one."""
+    _, heads, num_queries = static.shape
+    if col.dim() < 3:
+        return False, 1
+    if static.grouped and col.shape[1] > heads:
+        return EACH, heads * num_queries // col.shape[1]
+    return True, heads // col.shape[1]
 
 
 def one_sided(filter: tuple[tuple[int, ...], ...]) -> bool:

@@ -38,7 +38,7 @@ class Joined(Apart):
 
 
 class AsGiven(Factor):
-    """A product with keys that are still to be taken to length 1."""
+    """A product of features that are still to be taken to length 1."""
 
 
 def _parts(term: Term) -> tuple[list[Factor], list[Factor], list[Factor]]:
@@ -64,7 +64,7 @@ def widths_of(term: Term) -> list[int] | str:
 
 
 def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool = True) -> list[Factor]:
-    """One or two factors with features; of what few queries do not learn, the keys may be as given."""
+    """One or two factors with features, which, if few queries do not learn, may be as given."""
     plain, bare, linked = _parts(term)
     alone = len(term.factors) == 1 and not learns
     plain = [_of_length_1(f, dtype, formed, alone) if isinstance(f, Unit) else f for f in plain]
@@ -94,10 +94,10 @@ def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool = True)
 
 
 def _of_length_1(f: Unit, dtype: torch.dtype, formed: Forms, alone: bool) -> Factor:
-    q = form(formed, partial(_unit_in, dtype), f.queries)
     if alone and are_few(f.queries.shape[2], f.keys.shape[2]):
-        return AsGiven(q=q, k=f.keys, scale=f.scale)
-    return Factor(q=q, k=form(formed, partial(_unit_in, dtype), f.keys), scale=f.scale)
+        return AsGiven(q=f.queries, k=f.keys, scale=f.scale)
+    q, k = (form(formed, partial(_unit_in, dtype), x) for x in (f.queries, f.keys))
+    return Factor(q=q, k=k, scale=f.scale)
 
 
 def _unit_in(dtype: torch.dtype, x: Tensor) -> Tensor:

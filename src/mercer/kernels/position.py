@@ -269,47 +269,62 @@ class Buckets(Positional):
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = Features.of(q), Features.of(k)
-        bucket = self.bucket(distances(q.length, k.length, self.table.device))
-        return self.checked(q)[bucket].movedim(-1, 0)[None]
+        self.check(q)
+        index = self.bucket(distances(q.length, k.length, self.table.device))
+        table = self.table.to(accumulator(q.tensors()[0].dtype))
+        return table[index].movedim(-1, 0)[None]
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        device, most = self.table.device, self.max_distance
-
-        def make() -> Tensor:
-            return self.bucket(torch.arange(-most, most + 1, device=device))
-
-        key = ("buckets", self.table.shape[0], most, self.bidirectional)
-        rows = self.checked(Features.of(q))[constant(key, device, make)]  # [2c + 1, H]
-        return (Term(biases=(Relative(table=rows.mT[None, :, None]),)),)
+        q = Features.of(q)
+        self.check(q)
+        dtype = accumulator(q.tensors()[0].dtype)
+        form = partial(_by_distance, self.max_distance, self.bidirectional, dtype)
+        relative = Relative(table=form(self.table), formed=Formed(form, (self.table,)))
+        return (Term(biases=(relative,)),)
 
     def bucket(self, away: Tensor) -> Tensor:
         """Small distances have a bucket each; larger ones share buckets of equal ratio."""
-        buckets = self.table.shape[0]
-        ahead = torch.zeros_like(away)
-        if self.bidirectional:
-            buckets //= 2
-            ahead = torch.where(away < 0, buckets, 0)
-            away = away.abs()
-        else:
-            away = away.clamp(min=0)
-        exact = buckets // 2
-        # In float32, like the weights that were trained with it: the borders depend on rounding.
-        ratio = (away.clamp(min=1).float() / max(exact, 1)).log()
-        ratio = ratio / math.log(self.max_distance / max(exact, 1))
-        shared = exact + (ratio * (buckets - exact)).long()
-        return ahead + torch.where(away < exact, away, shared.clamp(max=buckets - 1))
+        return bucket(away, self.table.shape[0], self.max_distance, self.bidirectional)
 
-    def checked(self, q: Features) -> Tensor:
+    def check(self, q: Features) -> None:
         if self.table.shape[1] != q.heads:
             raise ValueError(
                 f"Buckets has a table for {self.table.shape[1]} heads, "
                 f"but the queries have {q.heads}"
             )
-        return self.table.to(accumulator(q.tensors()[0].dtype))
 
     @property
     def formula(self) -> str:
         return "exp(b_h[bucket(i-j)])"
+
+
+def _by_distance(most: int, bidirectional: bool, dtype: torch.dtype, table: Tensor) -> Tensor:
+    """A table of buckets as one of the distances from -most to most, [1, H, 1, 2 most + 1]."""
+    buckets, device = table.shape[0], table.device
+
+    def make() -> Tensor:
+        away = torch.arange(-most, most + 1, device=device)
+        return bucket(away, buckets, most, bidirectional)
+
+    index = constant(("buckets", buckets, most, bidirectional), device, make)
+    return table.to(dtype)[index].mT[None, :, None]
+
+
+def bucket(away: Tensor, buckets: int, most: int, bidirectional: bool) -> Tensor:
+    """Which of so many buckets has a distance; those from `most` on have the last."""
+    ahead = torch.zeros_like(away)
+    if bidirectional:
+        buckets //= 2
+        ahead = torch.where(away < 0, buckets, 0)
+        away = away.abs()
+    else:
+        away = away.clamp(min=0)
+    exact = buckets // 2
+    # In float32, like the weights that were trained with it: the borders depend on rounding.
+    ratio = (away.clamp(min=1).float() / max(exact, 1)).log()
+    ratio = ratio / math.log(most / max(exact, 1))
+    shared = exact + (ratio * (buckets - exact)).long()
+    return ahead + torch.where(away < exact, away, shared.clamp(max=buckets - 1))
 
 
 def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
