@@ -358,6 +358,7 @@ def test_memory_that_is_not_there_is_not_asked_for():
         (["--shapes", "1x2x64"], "--shapes must be BxHxTxD"),
         (["--shapes", "1x2x0x8"], "at least 1"),
         (["--shapes", "1x4/3x64x8"], "heads of keys that divide those of queries"),
+        (["--shapes", "1x4/x64x8"], "or BxH/KxTxD with K heads of keys"),
         (["--shapes", "1x4/x/64x8"], "--shapes must be BxHxTxD"),
         (["--dtype", "int8"], "--dtype must be one of"),
         (["--kernels", "rbf,magic"], "--kernels must be among all, softmax"),

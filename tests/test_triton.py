@@ -557,12 +557,10 @@ def test_heads_that_share_keys_read_them_once_for_one_query(
     # As the interpreter has it: on a GPU there is room for more parts.
     monkeypatch.setattr(triton_launch, "processors", lambda device: 16)
     kernel, filter = _per_head(heads)[name], mc.Causal()
-    grouped = heads // kv_heads <= 16
-    parts = parts if grouped else min(2, 64 // (2 * heads))
     shape = {"heads": heads, "kv_heads": kv_heads, "queries": 1}
-    started = steps(kernel, filter, monkeypatch, max(parts, 1), **shape)
+    started = steps(kernel, filter, monkeypatch, parts, **shape)
     (forward,) = (constants for kernel, constants in started if kernel == "forward")
-    assert forward["GROUPED"] == grouped
+    assert forward["GROUPED"] == (heads // kv_heads <= 16)
 
 
 @pytest.mark.parametrize(
@@ -626,7 +624,7 @@ def test_few_queries_and_keys_of_any_length(keys, dtype):
         assert want[:, 1].isnan().all()
         assert (out - want)[:, 0].abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
         q.requires_grad_()
-        # With gradients, the keys are taken to length 1 before.
+        # With gradients, both are taken to length 1 before.
         taught = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
         assert taught.requires_grad
         assert (taught - want)[:, 0].abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)

@@ -304,7 +304,7 @@ class Relative:
     """bias(i, j) = table[..., i, clip(i - j, -c, c) + c]."""
 
     table: Tensor  # [B or 1, H, Q or 1, 2c + 1]
-    formed: Formed | None = None  # how the table was, or what it is the product of
+    formed: Formed | None = None  # how the table was, if that is known
 
     @property
     def clip(self) -> int:
@@ -332,9 +332,9 @@ class Scored(Relative):
     def __init__(
         self, *, q: Tensor, rows: Tensor | None = None, clip: int = 0,
         form: Callable[[int], Tensor] | None = None, source: Tensor | None = None,
-        formed: Formed | None = None,
+        rows_formed: Formed | None = None,
     ) -> None:  # fmt: skip
-        self.q, self._rows, self._form, self.formed = q, rows, form, formed
+        self.q, self._rows, self._form, self.rows_formed = q, rows, form, rows_formed
         self._table: Tensor | None = None
         self._clip = clip if rows is None else (rows.shape[-2] - 1) // 2
         # What the rows are learned by.

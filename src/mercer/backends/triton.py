@@ -175,11 +175,11 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -
         asking = expanded(asking, task.batch, *asking.shape[1:])
         rows = bias.past() if sided else bias.rows
         rows = rows if rows.dtype == task.v.dtype else rows.float()
-        if bias.formed is not None and formed is not None and rows is bias.rows:
-            formed[id(rows)] = bias.formed
+        if bias.rows_formed is not None and formed is not None and rows is bias.rows:
+            formed[id(rows)] = bias.rows_formed
         return Bias(asking=asking, rows=rows), bias.clip
     table = _full_table(shape, bias.table)
-    if bias.formed is not None and formed is not None and not isinstance(bias, Scored):
+    if bias.formed is not None and formed is not None:
         formed[id(table)] = Formed(partial(_full_table, shape), (bias.formed,))
     return Bias(table=table), table.shape[-1] // 2
 

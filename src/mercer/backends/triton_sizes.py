@@ -94,8 +94,8 @@ FALLBACKS = {
     "near": ("table", "link"),
     "long": ("table", "link"),
 }
-# What a kernel forms of a block of keys on its way: numbers of distances, or lengths that products are
-# divided by.
+# What a kernel forms of a block of keys on its way: numbers of distances, or lengths, of queries as well,
+# that products are divided by.
 NOTHING, NORMS, LENGTHS = 0, 1, 2
 # In place of True: there are numbers per key, and each head of a group has its own.
 EACH = 2

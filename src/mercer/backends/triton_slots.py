@@ -63,7 +63,7 @@ def widths_of(term: Term) -> list[int] | str:
     return widths if len(widths) <= 2 else "it takes two factors at most"
 
 
-def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool = True) -> list[Factor]:
+def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool) -> list[Factor]:
     """One or two factors with features, which, if few queries do not learn, may be as given."""
     plain, bare, linked = _parts(term)
     alone = len(term.factors) == 1 and not learns

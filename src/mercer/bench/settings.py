@@ -157,20 +157,21 @@ def _read_shapes(text: str) -> list[tuple[int, int, int, int, int]]:
     shapes = []
     for shape in text.split(","):
         try:
-            batch, heads, length, dim = shape.strip().split("x")
-            heads, _, kv_heads = heads.partition("/")
-            numbers = [int(x) for x in (batch, heads, kv_heads or heads, length, dim)]
+            batch, both, length, dim = shape.strip().split("x")
+            heads, slash, kv_heads = both.partition("/")
+            kv_heads = kv_heads if slash else heads
+            found = (int(batch), int(heads), int(kv_heads), int(length), int(dim))
         except ValueError:
             raise ValueError(
                 "--shapes must be BxHxTxD such as 8x10x2048x128, or BxH/KxTxD with K heads of keys,"
                 f" but came as {shape!r}"
             ) from None
-        if min(numbers) < 1:
+        if min(found) < 1:
             raise ValueError(f"--shapes must have numbers of at least 1, but came as {shape!r}")
-        if numbers[1] % numbers[2]:
+        if found[1] % found[2]:
             raise ValueError(
                 "--shapes must have heads of keys that divide those of queries,"
                 f" but came as {shape!r}"
             )
-        shapes.append((numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]))
+        shapes.append(found)
     return shapes

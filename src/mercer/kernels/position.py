@@ -80,7 +80,7 @@ class Lookup(Positional):
             )
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         form = partial(_scaled_rows, scale, accumulator(q.dtype))
-        return Scored(q=q, rows=form(self.table), formed=Formed(form, (self.table,)))
+        return Scored(q=q, rows=form(self.table), rows_formed=Formed(form, (self.table,)))
 
     @property
     def formula(self) -> str:
