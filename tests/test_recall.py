@@ -70,6 +70,7 @@ def test_calls_that_differ_in_anything_but_numbers_are_told_apart():
         "one bandwidth": (mc.RBF(1.0), q, k, v),
         "default bandwidth": (mc.RBF(heads=2), q, k, v),
         "product": (mc.Exponential() * mc.ALiBi([1.0, 2.0]), q, k, v),
+        "sum": (mc.Exponential() + mc.ALiBi([1.0, 2.0]), q, k, v),
         "product of others": (mc.Exponential(scale=0.3) * mc.ALiBi([1.0, 2.0]), q, k, v),
     }
     keys = {name: key(*call) for name, call in calls.items()}
@@ -109,7 +110,7 @@ class Subclass(torch.Tensor):
 
 def test_what_is_not_known_to_be_safe_is_not_kept():
     q, k, v = given()
-    for kernel in (Own(1.0), mc.RBF(1.0) + mc.Exponential(), mc.RBF(1.0) * Own(1.0), None):
+    for kernel in (Own(1.0), mc.RBF(1.0) + Own(1.0), mc.RBF(1.0) * Own(1.0), None):
         assert key(kernel, q, k, v) is None
     kernel = mc.RBF(1.0)
     assert key(kernel, q, k, v, mc.Padding([2])) is None
@@ -239,6 +240,20 @@ def test_kept_calls_give_the_same_bits(name, monkeypatch):
         for x, y in zip(found, wanted, strict=True):
             assert (x is None and y is None) or torch.equal(x, y)
     assert [type(x) for x in recall._known.values()] == [recall.Recipe]
+
+
+@fused
+def test_steps_of_a_sum_are_kept():
+    device = torch.device("cuda" if CUDA else "cpu")
+    kernel = (mc.RBF([1.0, 2.0]) + mc.Exponential()).to(device)
+    for step in range(4):
+        q, k, v = (torch.randn(2, 2, n, 16, device=device) for n in (1, 600, 600))
+        with torch.no_grad():
+            kernel.kernels[0].log_bandwidth.add_(0.1 * step)
+            found = mc.smooth(kernel, q, k, v, backend="triton", return_log_mass=True)
+        wanted = mc.smooth(kernel, q, k, v, backend="reference", return_log_mass=True)
+        assert all((x - y).abs().max() < 1e-5 for x, y in zip(found, wanted, strict=True))
+    assert [type(x) for x in recall._known.values()] == [recall.Recipe, recall.Unkept]
 
 
 @fused

@@ -3,6 +3,7 @@
 They need a GPU, or Triton's interpreter (TRITON_INTERPRET=1), which is slow but runs on a CPU.
 """
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -465,7 +466,7 @@ def test_two_wide_parts_take_a_pass_each():
     compare(kernel, mc.Causal(), Shape(queries=70, keys=70, values=16), 128)
 
 
-def steps(kernel, filter, monkeypatch, parts=2, **shape):
+def steps(kernel, filter, monkeypatch, parts=2, passes=1, **shape):
     """A few queries against 1500 keys, beside the reference; the kernels started."""
     found, started = [], []
     cut, start = triton_launch._parts, launches.Launch.__call__
@@ -485,7 +486,7 @@ def steps(kernel, filter, monkeypatch, parts=2, **shape):
     with torch.no_grad():
         got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)
     want = case.run("reference", log_mass=True, wide=True)
-    assert found == [parts]
+    assert found == [parts] * passes
     assert (got[0] - want["out"]).abs().max() < 1e-5
     assert (got[1] - want["log_mass"]).abs().max() < 1e-4
     return started
@@ -507,7 +508,7 @@ def test_to_few_queries_keys_are_read_once(name, filter, monkeypatch):
     started = steps(ALL[name](), filter, monkeypatch)
     # The norms of queries alone have a kernel of their own: four heads of three.
     assert [name for name, _ in started] == ["half_norms", "forward", "merge"]
-    assert dict(started)["forward"]["INSIDE"]
+    assert dict(started)["forward"]["INSIDE0"]
 
 
 @pytest.mark.parametrize("name", ["rbf-per-head", "laplace", "cosine", "lookup"])
@@ -629,6 +630,67 @@ def test_few_queries_and_keys_of_any_length(keys, dtype):
         assert taught.requires_grad
         assert (taught - want)[:, 0].abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
         q.requires_grad_(False)
+
+
+SUMMANDS = [
+    "exponential", "rbf", "adaptive", "polynomial", "rational", "cosine", "laplace", "exponential"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("both", list(itertools.pairwise(SUMMANDS)), ids="+".join)
+@pytest.mark.parametrize(
+    ("filter", "queries"),
+    [(mc.Causal(), 1), (mc.Full(), 3), (mc.Window(700, 0), 3), (mc.Padding([300, 1500]), 3)],
+    ids=["causal", "full", "window", "padding"],
+)
+def test_few_queries_read_keys_once_for_two_terms(both, filter, queries, monkeypatch):
+    kernels = [_per_head(4)[name] for name in both]
+    for first, second in (kernels, kernels[::-1]):
+        with monkeypatch.context() as patch:
+            started = steps(first + second, filter, patch, heads=4, queries=queries)
+        (forward,) = (constants for name, constants in started if name == "forward")
+        assert forward["SUMMED"]
+        # The others are about queries alone.
+        assert {name for name, _ in started} <= {"half_norms", "steer", "forward", "merge"}
+
+
+@pytest.mark.parametrize("both", [("rbf", "exponential"), ("cosine", "adaptive")], ids="+".join)
+def test_heads_that_share_keys_read_them_once_for_two_terms(both, monkeypatch):
+    first, second = (_per_head(6)[name] for name in both)
+    shape = {"heads": 6, "kv_heads": 2, "queries": 1}
+    started = dict(steps(first + second, mc.Causal(), monkeypatch, **shape))
+    assert started["forward"]["GROUPED"]
+    assert started["forward"]["SUMMED"]
+
+
+@pytest.mark.parametrize(
+    ("names", "passes"),
+    [(("rbf", "rbf"), 1), (("adaptive", "adaptive"), 1), (("exponential", "eq-9"), 2),
+     (("rbf", "rbf*alibi"), 2), (("lookup", "exponential"), 2),
+     (("rbf", "laplace", "exponential"), 2), (("alibi", "rbf", "laplace"), 2)],
+    ids=lambda x: "+".join(x) if isinstance(x, tuple) else "",
+)  # fmt: skip
+def test_few_queries_and_any_sum(names, passes, monkeypatch):
+    """Two terms at a time, if they have one factor each and the same features."""
+    first, *others = (_per_head(4)[name] for name in names)
+    steps(sum(others, first), mc.Causal(), monkeypatch, passes=passes, heads=4)
+
+
+def test_few_queries_of_a_sum_that_see_what_is_not_finite():
+    kernel = mc.RBF(2.0).to(DEVICE) + mc.Exponential()
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 3, n, DIM, generator=draw).to(DEVICE) for n in (2, 600, 600))
+    clean = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
+    k[:, 0, 599, 2] = float("nan")
+    v[:, 1, 599, 0] = float("inf")
+    q[:, 2, 0, 1] = float("nan")
+    with torch.no_grad():
+        out = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="triton")
+    want = mc.smooth(kernel, q, k, v, filter=mc.Causal(), backend="reference")
+    assert torch.equal(out.isnan(), want.isnan())
+    fine = ~want.isnan()
+    assert 0 < fine.sum() < fine.numel()
+    assert (out - clean)[fine].abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("clip", [1, 60, 400, 1000, 2000])

@@ -39,6 +39,7 @@ from .kernels import (
     Product,
     RationalQuadratic,
     RelativeSinusoid,
+    Sum,
 )
 from .term import Formed, Repeatable, Smoothed
 
@@ -155,7 +156,7 @@ def _attributes(
 READERS: dict[type, Reader] = dict.fromkeys(
     (
         Exponential, Polynomial, RBF, Laplace, Matern, RationalQuadratic, AdaptiveRBF, ALiBi,
-        Cosine, Lookup, Buckets, RelativeSinusoid, Product, nn.ModuleList,
+        Cosine, Lookup, Buckets, RelativeSinusoid, Product, Sum, nn.ModuleList,
     ),
     _attributes,
 )  # fmt: skip

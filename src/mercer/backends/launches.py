@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .triton_sizes import (
-    NOTHING,
+    NOWHERE,
     PLAIN,
     SPREADS,
     bucket_of,
@@ -91,13 +91,15 @@ NO_OWN = (0,)
 
 
 def launch_of(
-    p: Plan, kind: str, *, parts: int = 0, inside: int = NOTHING, grad_copies: bool = False,
-    low: bool = False, part: int = 0, add: bool = False, cut: bool = False, lse: bool = False,
-    store: bool = False, own: tuple[int, ...] = NO_OWN, most: int = 0,
+    p: Plan, kind: str, *, parts: int = 0, inside: tuple[int, int] = NOWHERE,
+    grad_copies: bool = False, low: bool = False, part: int = 0, add: bool = False,
+    cut: bool = False, lse: bool = False, store: bool = False, own: tuple[int, ...] = NO_OWN,
+    most: int = 0,
 ) -> Launch:  # fmt: skip
     """The kernel of this kind for the plan.
 
-    `parts`: into how many the keys of few queries are cut; `inside`: what it forms of keys itself.
+    `parts`: into how many the keys of few queries are cut; `inside`: what it forms of
+    keys itself, for each slot.
     `own`: whether queries have values (1) or keys, too (2), for themselves, and what else Triton
     compiles for; `most`: how many blocks may say what of it is not finite.
     """
@@ -117,7 +119,8 @@ def launch_of(
     flags: dict[str, Any] = {"BM": bm, "BN": bn}
     if kind == "forward":
         kernel: Any = triton_kernels.forward
-        flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "INSIDE": inside, "SPREAD": spread}
+        flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "SPREAD": spread}
+        flags |= {"INSIDE0": inside[0], "INSIDE1": inside[1], "SUMMED": p.static.summed}
         flags |= {"MOST": most, "FAST": 0, "GROUPED": p.static.grouped}
     else:
         kernel = triton_backward.backward_keys

@@ -22,6 +22,7 @@ from ..term import (
     BEND,
     Again,
     Apart,
+    Factor,
     Formed,
     Link,
     LogScale,
@@ -35,7 +36,8 @@ from . import Task, bands, triton_launch, triton_plan, triton_steer
 from .launches import INTERPRETED
 from .tapes import play
 from .triton_plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, expanded, parse
-from .triton_slots import AsGiven, Forms, Joined, form, slots_of, widths_of
+from .triton_sizes import are_few
+from .triton_slots import AsGiven, Forms, Joined, form, slots_of, summands, widths_of
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -98,10 +100,24 @@ def _unavailable(device: str) -> str | None:
 
 
 def run(task: Task) -> Smoothed:
+    formed: Forms = None if torch.compiler.is_compiling() else {}
+    slots = slots_of(task.term, task.v.dtype, formed, torch.is_grad_enabled())
+    return _run(task, slots, formed)
+
+
+def together(first: Task, second: Task) -> Smoothed | None:
+    """Two terms in one pass over the keys, if they have the same features: for few queries."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if not are_few(first.num_queries, first.num_keys):
+        return None
+    slots = summands(first.term, second.term)
+    return None if slots is None else _run(first, slots, {}, summed=True)
+
+
+def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -> Smoothed:
     learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
-    formed: Forms = None if compiling else {}
     dtype = task.v.dtype
-    slots = slots_of(task.term, dtype, formed, learns)
     rule = task.clauses
     assert not isinstance(rule, str)
     none = task.v.new_empty(0, dtype=torch.float32)
@@ -111,7 +127,8 @@ def run(task: Task) -> Smoothed:
     weights: list[Tensor] = []
     for n, f in enumerate(slots):
         number, mode, scale, log = 1.0, 0, none, NO_LOG
-        if isinstance(f, Steered) and not compiling and triton_steer.by_queries(f, task):
+        free = steer is None and not compiling
+        if isinstance(f, Steered) and free and triton_steer.by_queries(f, task):
             mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)
             weights = [f.w.float()]
         elif isinstance(f, Steered) and not compiling:
@@ -126,7 +143,8 @@ def run(task: Task) -> Smoothed:
         else:
             mode, scale = 1, f.scale.float().reshape(-1)
         norm = isinstance(f, Apart)
-        row = none if norm or f.link is None or f.row is None else _full(f.row, shape)
+        counts = summed or f.link is not None
+        row = none if norm or not counts or f.row is None else _full(f.row, shape)
         col = none if norm or f.col is None else f.col.float()
         if isinstance(f, Joined):
             norm, col = True, f.extra.float()
@@ -145,14 +163,14 @@ def run(task: Task) -> Smoothed:
     trains = learns and any(x is not None and x.requires_grad for x in (*given, *bias))
     static = Static(
         tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
-        triton_plan.by_tokens(q[0]), clip, shape, steer,
+        triton_plan.by_tokens(q[0]), clip, shape, steer, summed=summed,
     )  # fmt: skip
     data = (rule.lengths, rule.ids, task.seed)
     if compiling:
         out, lse, _, _ = fused(list(given), *bias, *data, static.text(), static.sizes())
     else:
         out, lse = _Fused.apply(static, *data, *bias, *given)
-    if task.log_mass:
+    if task.log_mass and not summed:
         plain = [f.row for f in task.term.factors if f.link is None and f.row is not None]
         if plain:
             return Smoothed(out, sum(plain, lse))

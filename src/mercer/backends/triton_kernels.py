@@ -135,6 +135,16 @@ def _inverse_length(squares):
     return 1.0 / tl.maximum(tl.sqrt(squares), LEAST_LENGTH)
 
 
+@triton.jit
+def _by_keys(t, squares, INSIDE: tl.constexpr):
+    """Products as a slot has them, from the squared lengths of keys."""
+    if INSIDE == NORMS:
+        t -= 0.5 * squares
+    elif INSIDE == BY_LENGTHS:
+        t = t * _inverse_length(squares)
+    return t
+
+
 @triton.constexpr_function
 def _mode(mode, grouped, inside):
     """The mode of scales that queries have each their own of, as heads of a group or by their lengths."""
@@ -161,7 +171,7 @@ def _scaled(t, scale, row, LINK: tl.constexpr, HAS_ROW: tl.constexpr):
     else:
         s = t * scale
     if HAS_ROW:
-        s += row
+        s += row * LOG2E if LINK == IDENTITY else row
         if LINK == MATERN12:
             s = tl.where(s > -3.8e-6 * tl.abs(row), 0.0, s)
     return s
@@ -616,14 +626,16 @@ def _forward_span(
     HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
     BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, INSIDE: tl.constexpr, SPREAD: tl.constexpr,
-    TMA: tl.constexpr, TILED: tl.constexpr, OWN: tl.constexpr, EDGES: tl.constexpr, STILL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, INSIDE0: tl.constexpr, INSIDE1: tl.constexpr, SUMMED: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, OWN: tl.constexpr, EDGES: tl.constexpr,
+    STILL: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: the running peak, mass and sums of values.
 
     OWN: `share` is the weight of the pair at the query's own place, whose value is not among them;
     `own` is the score of its own key (2). EDGES: a mask is needed before sure_start and from sure_stop
-    on, and values are taken to be finite. STILL: the peak is one that no key exceeds.
+    on, and values are taken to be finite. STILL: the peak is one that no key exceeds. SUMMED: the second
+    slot is another function of the same products, and weights add up.
     """
     CHECK: tl.constexpr = MASK or not EVEN
     # The numbers per key are read one block ahead: nothing else hides the wait for them.
@@ -640,19 +652,20 @@ def _forward_span(
             c = _block(k1, b, h1, skb1, skt1, first_key, 16, num_keys, BN, COLUMNS, CHECK, TMA)
             t = tl.dot(q1, tl.trans(c), t, input_precision=PRECISION)
         if E1 > 0:
-            k = _block(k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, E1, CHECK, TMA)
+            other = _block(k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, E1, CHECK, TMA)
             if SAME:
-                t = tl.dot(q1, tl.trans(k), t, input_precision=PRECISION)
+                t = tl.dot(q1, tl.trans(other), t, input_precision=PRECISION)
             else:
-                t1 = tl.dot(q1, tl.trans(k), input_precision=PRECISION)
-        if INSIDE > 0:
+                t1 = tl.dot(q1, tl.trans(other), input_precision=PRECISION)
+        if SUMMED:
+            t1 = t
+        if INSIDE0 > 0 or INSIDE1 > 0:
             wide = k.to(tl.float32)
             squares = tl.sum(wide * wide, 1)[None, :]
-            if INSIDE == NORMS:
-                t -= 0.5 * squares
-            else:
-                t = t * _inverse_length(squares)
-        elif HAS_COL0 and not SPREAD:
+            t = _by_keys(t, squares, INSIDE0)
+            if SUMMED:
+                t1 = _by_keys(t1, squares, INSIDE1)
+        if HAS_COL0 and not SPREAD:
             t += _below(c0, HAS_COL0)
             c0 = _numbers_of(col0, first_key + BN, num_keys, BN, HAS_COL0)
         values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
@@ -703,14 +716,15 @@ def _forward_span(
         else:
             s = _scaled(t, _down(scale0, MODE0), row0[:, None], LINK0, HAS_ROW0)
             e, a, _ = _link(s, LINK0, PARAM0, FORM == FLAT)
-            if E1 > 0 and not SAME:
+            if SUMMED or (E1 > 0 and not SAME):
                 if HAS_COL1:
                     t1 += _below(c1, HAS_COL1)
                     c1 = _numbers_of(col1, first_key + BN, num_keys, BN, HAS_COL1)
                 s1 = _scaled(t1, _down(scale1, MODE1), row1[:, None], LINK1, HAS_ROW1)
-                other, a1, _ = _link(s1, LINK1, PARAM1, False)
-                e += other
-                a = a * a1
+                exponent1, a1, _ = _link(s1, LINK1, PARAM1, False)
+                if not SUMMED:
+                    e += exponent1
+                    a = a * a1
             if BIAS == BLOCKS:
                 e += _band_block(
                     band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width,
@@ -726,9 +740,16 @@ def _forward_span(
             else:
                 if MASK:
                     e = tl.where(seen, e, float("-inf"))
-                higher = tl.maximum(peak, tl.max(e, 1) + far)
+                top = e
+                if SUMMED:
+                    if MASK:
+                        exponent1 = tl.where(seen, exponent1, float("-inf"))
+                    top = tl.maximum(e, exponent1)
+                higher = tl.maximum(peak, tl.max(top, 1) + far)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 p = a * tl.exp2(e - (base - far)[:, None])
+                if SUMMED:
+                    p += a1 * tl.exp2(exponent1 - base[:, None])
                 shrink = tl.exp2(peak - base)
         if FORM == FLAT or STILL:
             mass += tl.sum(p, 1)
@@ -769,7 +790,7 @@ def forward(
     CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
-    INSIDE: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
+    INSIDE0: tl.constexpr, INSIDE1: tl.constexpr, SUMMED: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
     TOKENS: tl.constexpr, HELD: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
     FAST: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
@@ -805,17 +826,23 @@ def forward(
     # Whose scales the queries have: those of one head, or of all in a group.
     of = h * num_queries + tl.minimum(n, num_queries - 1) if GROUPED else h
     scale0 = _scale(S0, number0, ss0, of, line, n, inside, MODE0, LOG0)
-    if INSIDE == BY_LENGTHS:
-        scale0 = scale0 * _inverse_length(tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1))
+    q1, scale1, row1 = q0, scale0, none
+    if E1 > 0 or SUMMED:
+        scale1 = _scale(S1, number1, ss1, of, line, n, inside, MODE1, LOG1)
+    if INSIDE0 == BY_LENGTHS or INSIDE1 == BY_LENGTHS:
+        inverse = _inverse_length(tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1))
+        if INSIDE0 == BY_LENGTHS:
+            scale0 = scale0 * inverse
+        if INSIDE1 == BY_LENGTHS:
+            scale1 = scale1 * inverse
     if HELD & 1:
         q0 = _held(q0, E0, PRECISION)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
-    q1, scale1, row1 = q0, scale0, none
     if E1 > 0:
         q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
         if HELD & 4:
             q1 = _held(q1, E1, PRECISION)
-        scale1 = _scale(S1, number1, ss1, of, line, n, inside, MODE1, LOG1)
+    if E1 > 0 or SUMMED:
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
     if SPREAD:
         q1 = _ones(BM, q0.dtype, MODE0)
@@ -867,7 +894,7 @@ def forward(
             skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
             LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
             NONE, FILTER, FORM, SAME, False, EVEN,
-            DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED, OWN, True, FAST == 2,
+            DROPOUT, PRECISION, BM, BN, INSIDE0, INSIDE1, SUMMED, SPREAD, TMA, TILED, OWN, True, FAST == 2,
         )  # fmt: skip
         fine = tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1) > 0
         if FAST == 2:
@@ -897,10 +924,10 @@ def forward(
                     far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
                     own, i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
                     skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
-                    LINK1, PARAM0, PARAM1, _mode(MODE0, GROUPED, INSIDE), _mode(MODE1, GROUPED, NOTHING), HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
+                    LINK1, PARAM0, PARAM1, _mode(MODE0, GROUPED, INSIDE0), _mode(MODE1, GROUPED, INSIDE1), HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
                     _of_keys(span, FILTER, CLIP, SIDED), FILTER,
                     _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
-                    DROPOUT, PRECISION, BM, BN, INSIDE, SPREAD, TMA, TILED, OWN, False, False,
+                    DROPOUT, PRECISION, BM, BN, INSIDE0, INSIDE1, SUMMED, SPREAD, TMA, TILED, OWN, False, False,
                 )  # fmt: skip
     if OWN > 0:
         y = _rows(OWN_V + b * ovb + h * ovh, ovt, n, dv, V, num_queries, True)

@@ -37,7 +37,7 @@ from .triton_plan import (
     stores,
     strides_of,
 )
-from .triton_sizes import LENGTHS, NORMS, NOTHING, PART, SPLIT_QUERIES, are_few
+from .triton_sizes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES, are_few
 
 LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
@@ -74,9 +74,9 @@ def _own(own: Own | None, blank: Tensor, count: int) -> tuple[tuple[Tensor, ...]
 
 
 def prepare(
-    x: Inputs, static: Static, band: Tensor, inside: bool = False, few: bool = False
+    x: Inputs, static: Static, band: Tensor, inside: tuple[int, int] = NOWHERE, few: bool = False
 ) -> Numbers:
-    """Numbers per key and per query; `inside`: a kernel forms the first slot's norms itself.
+    """Numbers per key and per query, but for what a kernel forms of keys itself: `inside`.
 
     For few queries columns do not pay.
     """
@@ -86,12 +86,13 @@ def prepare(
     columns: Tensor | None = None
     for n, slot in enumerate(static.slots):
         col, row, k = x.col[n], x.row[n], x.k[n]
-        if slot.norm and not inside:
+        if slot.norm and inside[n] != NORMS:
             # A distance's own numbers; those that came join them.
             came, shape = col.numel() > 0, (k.shape[0], k.shape[1], k.shape[2])
             norms, columns = _norms(k, col, None, shape, slot.mode if spread and not came else None)
             col = add(norms, col) if came else norms
-        if slot.norm and slot.link:
+        # What all keys have of a query counts inside of a link, and beside another term.
+        if slot.norm and (slot.link or static.summed):
             row, _ = _norms(x.q[n], x.scale[n], slot, static.shape)
         cols.append(col)
         rows.append(row)
@@ -198,12 +199,9 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     shape, group = static.shape, _group(x, static)
     if group == 1:
         x, static = _folded(x, static)
-    first = static.slots[0]
-    inside = NOTHING
-    if len(x.q) == 1 and not x.col[0].numel():
-        inside = NORMS if first.norm else LENGTHS if first.unit else NOTHING
+    inside = _inside(x, static)
     band = bands.form(x.bias, static, x.v)
-    ready = prepare(x, static, band, inside == NORMS, few=True)
+    ready = prepare(x, static, band, inside, few=True)
     if group > 1:
         # The heads that share keys are queries at one place.
         x = replace(x, q=[_grouped(y, group) for y in x.q])
@@ -212,6 +210,17 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     (p,) = _plans_of(x, static, ready)
     out, low, lse = forward_of(x, p, ready, _parts(x, static), inside)
     return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
+
+
+def _inside(x: Inputs, static: Static) -> tuple[int, int]:
+    """What the kernel forms of keys on its way, for each slot: where one block of features is all."""
+    found = [
+        NORMS if slot.norm and not col.numel() else LENGTHS if slot.unit else NOTHING
+        for slot, col in zip(static.slots, x.col, strict=True)
+    ]
+    if len(found) == 2:
+        return (found[0], found[1]) if static.summed else NOWHERE
+    return found[0], NOTHING
 
 
 def _group(x: Inputs, static: Static) -> int:
@@ -258,7 +267,7 @@ def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
 
 
 def forward_of(
-    x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: int = NOTHING, keeps: bool = False,
+    x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: tuple[int, int] = NOWHERE, keeps: bool = False,
     own: Own | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, what rounding took from it, log_mass) of one plan.

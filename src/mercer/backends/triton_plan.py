@@ -62,6 +62,7 @@ class Static(NamedTuple):
     shape: tuple[int, int, int]  # batch, heads, queries
     steer: Steer | None = None
     grouped: bool = False  # queries are heads of a group, all at the last place
+    summed: bool = False  # slots are terms, of the same features, whose weights add up
 
     def text(self) -> str:
         """What has no size, for operators, which take numbers, text and tensors."""
@@ -222,6 +223,8 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     batch, heads, _ = static.shape
     c0, c1, row0, row1, columns, _, band = ready
     two, spread = len(slots) == 2, columns.dim() == 4
+    # Terms that add up have their features in common.
+    more = two and not static.summed
     q0, q1, k0, k1, v = x.q[0], x.q[-1], x.k[0], columns if spread else x.k[-1], x.v
     widths = (q0.shape[-1], q1.shape[-1], v.shape[-1])
     e0, e1, dv = (room(w) for w in widths)
@@ -236,7 +239,7 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     form, same = _form(static, v.dtype)
     constants = {
         "E0": e0,
-        "E1": e1 if two else 0,
+        "E1": e1 if more else 0,
         "V": dv,
         "LINK0": slots[0].link,
         "LINK1": slots[-1].link,
@@ -256,7 +259,7 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
         "SIMPLE": static.simple,
         "FORM": form,
         "SAME": same,
-        "EVEN": widths[0] == e0 and widths[2] == dv and (not two or widths[1] == e1),
+        "EVEN": widths[0] == e0 and widths[2] == dv and (not more or widths[1] == e1),
         "DROPOUT": static.dropout_p > 0.0,
         "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
     }
@@ -285,7 +288,7 @@ def one_sided(filter: tuple[tuple[int, ...], ...]) -> bool:
 def part_of_one(static: Static) -> bool:
     """Whether slots are parts of one dot product."""
     number = static.slots[0].number
-    return all(
+    return not static.summed and all(
         s.link == 0 and s.mode == 0 and s.number == number and not s.norm for s in static.slots
     )
 

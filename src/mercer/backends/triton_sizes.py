@@ -97,6 +97,7 @@ FALLBACKS = {
 # What a kernel forms of a block of keys on its way: numbers of distances, or lengths, of queries as well,
 # that products are divided by.
 NOTHING, NORMS, LENGTHS = 0, 1, 2
+NOWHERE = (NOTHING, NOTHING)
 # In place of True: there are numbers per key, and each head of a group has its own.
 EACH = 2
 # Few queries against many keys, by parts of the keys, none of which is shorter; what is wide has no room

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..sinusoids import Turned, turned
-from ..term import Apart, Factor, Formed, Sloped, Term, Unit, join, late, repeat, unit
+from ..term import Apart, Factor, Formed, Sloped, Steered, Term, Unit, join, late, repeat, unit
 from .triton_launch import add
 from .triton_sizes import are_few
 
@@ -93,9 +93,25 @@ def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool) -> lis
     return plain + linked
 
 
+def summands(first: Term, second: Term) -> list[Factor] | None:
+    """The slots of two terms whose weights add up: one of each, of the same features, or None."""
+    slots = []
+    for term in (first, second):
+        kinds = [type(f) for f in term.factors]
+        if term.biases or len(kinds) != 1 or kinds[0] not in (Factor, Apart, Steered, Unit):
+            return None
+        slots.append(_as_given(f) if isinstance(f := term.factors[0], Unit) else f)
+    one, other = slots
+    return slots if one.q is other.q and one.k is other.k else None
+
+
+def _as_given(f: Unit) -> Factor:
+    return AsGiven(q=f.queries, k=f.keys, scale=f.scale)
+
+
 def _of_length_1(f: Unit, dtype: torch.dtype, formed: Forms, alone: bool) -> Factor:
     if alone and are_few(f.queries.shape[2], f.keys.shape[2]):
-        return AsGiven(q=f.queries, k=f.keys, scale=f.scale)
+        return _as_given(f)
     q, k = (form(formed, partial(_unit_in, dtype), x) for x in (f.queries, f.keys))
     return Factor(q=q, k=k, scale=f.scale)
 
