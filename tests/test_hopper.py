@@ -50,6 +50,9 @@ CASES = {
     "wide-window": (lambda dim: mc.RBF(9.0), 128, mc.Window(70, 30), LONG),
     "wide-padding": (lambda dim: mc.RBF(9.0), 128, mc.Causal() & mc.Padding([211, 0]), LONG),
     "alibi": (lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 64, mc.Causal(), LONG),
+    "wide-alibi": (
+        lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 120, mc.Causal(), LONG
+    ),
     "adaptive": (_adaptive, 128, mc.Causal(), LONG),
     "two-parts": (
         lambda dim: mc.Exponential() * mc.Exponential(on="position"), 128, mc.Causal(), LONG
@@ -342,8 +345,9 @@ def test_float32_and_links_are_left_to_the_other_pass(monkeypatch):
         Case(kernel.to(DEVICE), mc.Causal(), LONG, 64, 0, dtype, "cuda").run("triton")
 
 
-FORWARD = ["plain", "plain-narrow", *SUMMED]
-PLAIN = ["plain", "plain-narrow", "summed-full"]
+WIDER = [name for name in CASES if name.startswith("wide")]
+FORWARD = ["plain", "plain-narrow", "plain-full", "rbf", "adaptive", *WIDER, *SUMMED]
+PLAIN = ["plain", "plain-narrow", "plain-full", "summed-full"]
 
 
 def forwards(case, monkeypatch):
@@ -379,12 +383,14 @@ def test_the_forward_gives_what_the_other_gives(name, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["summed", "summed-scales", "summed-full"])
+@pytest.mark.parametrize(
+    "name", ["summed", "summed-scales", "summed-full", "rbf", "adaptive", "plain-full"]
+)
 def test_hidden_values_that_are_not_finite_leave_the_forward_alone(name, value):
     make, dim, _, _ = CASES[name]
     torch.manual_seed(0)
     kernel, filter = make(dim).to(DEVICE), mc.Causal() & mc.Padding([211, 300])
-    q, k, v = (torch.randn(2, 2, 300, 64, device=DEVICE).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(2, 2, 300, dim, device=DEVICE).bfloat16() for _ in range(3))
     with torch.no_grad():
         want = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)
         v[0, :, 211:] = value
@@ -399,12 +405,12 @@ def test_hidden_values_that_are_not_finite_leave_the_forward_alone(name, value):
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["summed", "summed-scales"])
+@pytest.mark.parametrize("name", ["summed", "summed-scales", "rbf", "adaptive"])
 def test_queries_far_from_all_keys_have_weights(name):
     make, dim, filter, _ = CASES[name]
     torch.manual_seed(0)
     kernel = make(dim).to(DEVICE)
-    q, k, v = (torch.randn(1, 2, 300, 64, device=DEVICE).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 300, dim, device=DEVICE).bfloat16() for _ in range(3))
     q[:, :, 100:110] *= 30.0
     with torch.no_grad():
         got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton")

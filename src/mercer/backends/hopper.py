@@ -32,10 +32,12 @@ LEAST = 3
 # With so many blocks of keys for each processor, programs take them head by head, but for so many
 # at the end: there, and with fewer, the longest come first, so that all end at about one time.
 ROUNDS, LAST = 16, 4
-# Such features and values leave room for a group that sums up gradients of queries, and for four
-# programs of the forward. Where a query sees fewer keys than so many, what comes before and after
-# the sums takes longer than they save.
+# Such features and values leave room for a group that sums up gradients of queries. Where a query
+# sees fewer keys than so many, what comes before and after the sums takes longer than they save.
 SUMMED, MANY_KEYS = 64, 1024
+# Features, and as many values, that the forward takes, and the registers of a thread: four programs
+# share a processor, or two.
+FORWARDS = {64: 128, 128: 255}
 # Sums of so many bytes stay in the cache until all keys have added to them, in whatever order.
 CACHED = 2**25
 # So many heads take turns where a program may have to wait for that of the next keys: it is as many
@@ -72,17 +74,17 @@ def _checked() -> bool:
 def forwards(p: Plan) -> bool:
     """Whether the forward is one of these.
 
-    Where a peak is looked for, and a query sees many keys, Triton's own is 2 % faster.
+    Of few features, where a peak is looked for and a query sees many keys, Triton's is 2 % faster.
     """
     c, (q0, _, k0, columns, v, _) = p.constants, p.aligned
     # Rows of bytes, too, begin at multiples of 16 for the copy engine.
-    narrow = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and p.widths[2] % 16 == 0
+    alike = c["E0"] == c["V"] in FORWARDS and c["E1"] == 0 and p.widths[2] % 16 == 0
     plain = c["FORM"] == PLAIN and not (c["HAS_ROW0"] or c["DROPOUT"]) and c["CLIP"] < 0
     # Numbers per key are columns of a product.
     plain = plain and p.dtype.itemsize == 2 and (not c["HAS_COL0"] or (p.spread and columns))
     few = len(p.static.filter) == 1 and min(p.num_keys, _window(p)) <= SHORT
-    plain = plain and (p.still or few)
-    return plain and narrow and available(p.device) and q0 and k0 and v
+    plain = plain and (p.still or few or c["V"] > SUMMED)
+    return plain and alike and available(p.device) and q0 and k0 and v
 
 
 def says_tops(p: Plan) -> bool:
@@ -90,7 +92,8 @@ def says_tops(p: Plan) -> bool:
 
     A program has those of its queries' own places before it last, where they see them.
     """
-    return p.static.trains and forwards(p) and _own_last(p) and _seen(p) >= MANY_KEYS
+    narrow = p.constants["V"] == SUMMED and _own_last(p) and _seen(p) >= MANY_KEYS
+    return p.static.trains and narrow and forwards(p)
 
 
 def empty_tops(p: Plan, like: Tensor) -> Tensor:
@@ -111,8 +114,7 @@ def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: T
             "HAS_LOW": keeps, "HAS_TOPS": tops, "SPREAD": c["HAS_COL0"], "STILL": p.still,
             "STAGES": 3,
         }  # fmt: skip
-        # Four programs share a processor.
-        options = {"num_warps": 4, "maxnreg": 128}
+        options = {"num_warps": 4, "maxnreg": FORWARDS[c["V"]]}
         grid = (-(-num_queries // GROUP), batch * heads, 1)
         launch = Launch(triton_narrow.forward, grid, constants, options)
         p.launches["groups-forward", keeps, tops] = launch
@@ -120,7 +122,7 @@ def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: T
     tensors = (
         _of(x.q[0]), _of(x.k[0]), columns, _of(x.v), x.scale[0],
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(out),
-        _of(low, bits=8, swizzle=64) if keeps else x.v, lse,
+        _of(low, bits=8, swizzle=c["V"]) if keeps else x.v, lse,
         ready.tops,
     )  # fmt: skip
     launch(tensors, p.numbers(x.seed))
