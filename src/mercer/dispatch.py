@@ -108,10 +108,6 @@ def _passed_over(name: str, tasks: tuple[Task, ...]) -> str:
 
 def run(tasks: tuple[Task, ...], name: str) -> Smoothed:
     """All terms on one backend, mixed by their masses."""
-    parts: list[Smoothed] = []
-    rest = list(tasks)
-    while rest:
-        both = triton.together(*rest[:2]) if name == triton.name and len(rest) > 1 else None
-        parts.append(BACKENDS[name].run(rest[0]) if both is None else both)
-        rest = rest[1 if both is None else 2 :]
-    return mix(parts)
+    if name == triton.name:
+        return mix(triton.run_all(tasks))
+    return mix([BACKENDS[name].run(task) for task in tasks])

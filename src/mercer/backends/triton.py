@@ -9,6 +9,7 @@ The kernels are in triton_kernels.py and triton_backward.py, in one opaque opera
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -105,8 +106,20 @@ def run(task: Task) -> Smoothed:
     return _run(task, slots, formed)
 
 
-def together(first: Task, second: Task) -> Smoothed | None:
-    """Two terms in one pass over the keys, if they have the same features: for few queries."""
+def run_all(tasks: Sequence[Task]) -> list[Smoothed]:
+    """Terms of a sum: one by one, or two at once, so that keys are read once for both."""
+    found, left = [], list(tasks)
+    while left:
+        first = left.pop(0)
+        both = _together(first, left[0]) if left else None
+        if both is not None:
+            left.pop(0)
+        found.append(run(first) if both is None else both)
+    return found
+
+
+def _together(first: Task, second: Task) -> Smoothed | None:
+    """Two terms of the same features in one pass over keys: for few queries, if nothing learns."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if not are_few(first.num_queries, first.num_keys):
@@ -127,6 +140,7 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
     weights: list[Tensor] = []
     for n, f in enumerate(slots):
         number, mode, scale, log = 1.0, 0, none, NO_LOG
+        # One slot at most, of those that are steered, is steered within the call.
         free = steer is None and not compiling
         if isinstance(f, Steered) and free and triton_steer.by_queries(f, task):
             mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)

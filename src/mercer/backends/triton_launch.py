@@ -267,8 +267,8 @@ def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
 
 
 def forward_of(
-    x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: tuple[int, int] = NOWHERE, keeps: bool = False,
-    own: Own | None = None,
+    x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: tuple[int, int] = NOWHERE,
+    keeps: bool = False, own: Own | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, what rounding took from it, log_mass) of one plan.
 
