@@ -37,7 +37,7 @@ class Pointer:
         return found
 
 
-def load(pointer, mask=True, other=0.0):
+def load(pointer, mask=True, other=0.0, cache_modifier=None):
     offset = torch.as_tensor(pointer.offset)
     mask = torch.as_tensor(mask).expand(offset.shape)
     found = pointer.flat[torch.where(mask, offset, 0)]

@@ -367,6 +367,8 @@ def _keys(
     # Columns: of two turns' keys, of ones, of a block's queries; float16 ends too early for them.
     sides = summed and p.dtype == torch.bfloat16
     left -= 5 * 2 * 16 * GROUP * sides
+    # Otherwise numbers per key lie beside the keys, of two turns at most.
+    left -= 2 * 2 * 4 * GROUP * (c["HAS_COL0"] and not sides)
     step = GROUP * (row + 4 * GROUP * banded + (8 + 2 * 16 if sides else 12))
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
     blocks, parts, *_ = _order(p, heads)
@@ -380,7 +382,10 @@ def _keys(
         "SIDES": sides, "FRESH": fresh,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
-    found = p.launches[key] = Launch(triton_hopper.backward_keys, grid, constants, {"num_warps": 4})
+    # What has no register waits in the first cache, or, if that is too small, a long way off.
+    found = p.launches[key] = Launch(
+        triton_hopper.backward_keys, grid, constants, {"num_warps": 4}, caches=True
+    )
     return found
 
 

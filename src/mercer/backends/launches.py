@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -56,6 +57,9 @@ class Launch:
     constants: dict[str, Any]
     options: dict[str, int]
     compiled: Any = None
+    # Whether the first cache has what shared memory leaves of their common room. Triton would have
+    # all of that for shared memory.
+    caches: bool = False
 
     def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
         if (listener := listening()) is not None:
@@ -77,6 +81,8 @@ class Launch:
             self.compiled = self.kernel[self.grid](
                 *tensors, *numbers, **self.constants, **self.options
             )
+            if self.caches:
+                _share_room(self.compiled, device)
         else:
             # Triton would look for the compiled kernel anew by each of some eighty arguments. All
             # that it is specialised for is in the key under which this launch is kept.
@@ -84,6 +90,20 @@ class Launch:
             # Nor does the driver have to ask whose memory an address is.
             addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
             self.compiled[self.grid](*addresses, *numbers, *self.constants.values(), stream=stream)
+
+
+# The driver's number of the attribute that says how much of the room shared memory gets, in
+# percent, and what it takes for itself of each program's.
+CARVEOUT, RESERVED = 9, 1024
+
+
+def _share_room(compiled: Any, device: torch.device) -> None:
+    """Have no more room for shared memory than the kernel takes: a hint, which may go unheard."""
+    whole = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    percent = -(-100 * (compiled.metadata.shared + RESERVED) // whole)
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), CARVEOUT, percent)
 
 
 # No query has anything for itself.

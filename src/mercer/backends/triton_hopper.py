@@ -27,9 +27,11 @@ from .triton_kernels import (
     LOG2E,
     _columns,
     _finite,
+    _first_place,
     _grown,
     _query_blocks,
     _query_range,
+    _stretch,
     _visible,
 )
 from .triton_summed import _blocks, _bound, _fixed, _reference_within
@@ -70,6 +72,10 @@ MINE = gl.constexpr(2)
 WATCHED = gl.constexpr(64)
 # Notes on tickets that lie in shared memory: when one is drawn, all groups have read that of three turns before.
 TICKETS = gl.constexpr(4)
+NOTE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+FLAT = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
+# Where a note has numbers of its head: the scale, and the first number per key.
+SCALE, REFERENCE = gl.constexpr(7), gl.constexpr(8)
 
 
 @gluon.jit
@@ -122,19 +128,29 @@ def _tile(
 
 @gluon.jit
 def _tell(
-    COUNTER, turn, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
-    FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr,
+    turn, about, FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr, MODE0: gl.constexpr,
+    SUM0: gl.constexpr,
 ):  # fmt: skip
     """Draws the ticket for a turn; all groups of this program hear of it, and what it is for."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    (
+        COUNTER, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
+        S0, C0, ss0, scb0, sch0, gc0,
+    ) = about  # fmt: skip
     ticket = gl.atomic_add(COUNTER, 1, sem="relaxed", scope="gpu")
     low, part, b, h, start, steps = _tile(
         gl.minimum(ticket, blocks * parts - 1), blocks, parts, last, together, offset, num_heads, num_queries, num_keys,
         first, LENGTHS, FILTER, STORE, FRESH,
     )  # fmt: skip
-    n = gl.arange(0, 32, LAYOUT)
+    n = gl.arange(0, 32, NOTE)
     note = gl.where(n == 0, ticket, gl.where(n == 1, low, gl.where(n == 2, part, b)))
     note = gl.where(n < 4, note, gl.where(n == 4, h, gl.where(n == 5, start, steps)))
+    # Numbers of the head by their bits.
+    if MODE0 == 1:
+        scale = gl.load(S0 + h * ss0)
+        note = gl.where(n == SCALE, scale.to(gl.int32, bitcast=True), note)
+    if SUM0:
+        ref = gl.load(C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0)
+        note = gl.where(n == REFERENCE, ref.to(gl.int32, bitcast=True), note)
     tickets.index(turn % TICKETS).store(note)
     barrier()
     mbarrier.arrive(told.index(turn % TICKETS), count=1)
@@ -144,19 +160,38 @@ def _tell(
 @gluon.jit
 def _hear(turn, tickets, told):
     """The ticket for a turn, and what `_tile` gives for it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(told.index(turn % TICKETS), (turn // TICKETS) & 1)
-    note = tickets.index(turn % TICKETS).load(LAYOUT)
+    return _heard(turn, tickets)
+
+
+@gluon.jit
+def _heard(turn, tickets):
+    """The same once more, which takes no registers meanwhile."""
+    note = tickets.index(turn % TICKETS).load(NOTE)
     ticket, low, part = _said(note, 0), _said(note, 1), _said(note, 2)
     b, h, start, steps = _said(note, 3), _said(note, 4), _said(note, 5), _said(note, 6)
     return ticket, low, part, b, h, start, steps
 
 
 @gluon.jit
+def _number(turn, tickets, WHICH: gl.constexpr):
+    """One of the numbers of a ticket's head."""
+    bits = _said(tickets.index(turn % TICKETS).load(NOTE), WHICH)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _said(note, n: gl.constexpr):
-    """One of the numbers of a note, none of which is negative."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(gl.where(gl.arange(0, 32, LAYOUT) == n, note, 0), 0)
+    """One of the numbers of a note."""
+    return gl.sum(gl.where(gl.arange(0, 32, NOTE) == n, note, 0), 0)
+
+
+@gluon.jit
+def _per_key(C0, scb0, sch0, gc0, b, h, first_key, num_keys, LAYOUT: gl.constexpr):
+    """Numbers of a group's keys."""
+    j = first_key + gl.arange(0, OWN, LAYOUT)
+    col = C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0
+    return gl.load(col + j, mask=j < num_keys, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -172,6 +207,22 @@ def _beside(rows, s, WHAT: gl.constexpr, SIDES: gl.constexpr):
 
 
 @gluon.jit
+def _rows_of(first, S0, LSE2, DELTA, line, num_queries, MODE0: gl.constexpr, SIDES: gl.constexpr):
+    """What a block of queries needs beside features; past the first cache, which has better things to keep."""
+    n = first + gl.arange(0, BLOCK, NOTE)
+    inside = n < num_queries
+    lse2 = gl.load(LSE2 + line + n, mask=inside, other=float("inf"), cache_modifier=".cg")
+    m = n
+    if SIDES:
+        m = first + gl.arange(0, BLOCK, gl.SliceLayout(1, FLAT))
+    delta = gl.load(DELTA + line + m, mask=m < num_queries, other=0.0, cache_modifier=".cg")
+    scale = lse2
+    if MODE0 == 2:
+        scale = gl.load(S0 + line + n, mask=inside, other=0.0, cache_modifier=".cg")
+    return lse2, delta, scale
+
+
+@gluon.jit
 def _copy_steps(
     begin, end, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty, b0, b1, bt,
     b, h, line, start, first_key, num_queries, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr,
@@ -179,21 +230,14 @@ def _copy_steps(
 ):  # fmt: skip
     """Blocks of queries from begin to end; `done` blocks have been copied for keys before."""
     SIZE: gl.constexpr = BLOCK * 2
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lse2, delta, scale = _rows_of(
+        start + begin * BLOCK, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
+    )
     for step in range(begin, end):
         s = (done + step) % STAGES
         first = start + step * BLOCK
-        n = first + gl.arange(0, BLOCK, LAYOUT)
-        inside = n < num_queries
-        lse2 = gl.load(LSE2 + line + n, mask=inside, other=float("inf"))
-        if SIDES:
-            FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-            m = first + gl.arange(0, BLOCK, gl.SliceLayout(1, FLAT))
-            delta = gl.load(DELTA + line + m, mask=m < num_queries, other=0.0)
-        else:
-            delta = gl.load(DELTA + line + n, mask=inside, other=0.0)
-        if MODE0 == 2:
-            scale = gl.load(S0 + line + n, mask=inside, other=0.0)
+        # Those of the next are on their way meanwhile.
+        following = _rows_of(first + BLOCK, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES)
         mbarrier.wait(empty.index(s), (((done + step) // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(s), SIZE * (E0 + E1 + V + (2 * OWN if BANDED else 0)))
         load(Q0, [b0, h, first, 0], full.index(s), q0s.index(s))
@@ -214,26 +258,30 @@ def _copy_steps(
         if MODE0 == 2:
             _beside(rows, s, SCALES, SIDES).store(scale)
         mbarrier.arrive(full.index(s), count=1)
+        lse2, delta, scale = following
 
 
 @gluon.jit
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr,
+    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr, HAS_COL0: gl.constexpr,
+    WANT0: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
-        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, q0s, q1s,
-        gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
+        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, along, q0s, q1s,
+        gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
         group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
+    SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
+    LAID: gl.constexpr = HAS_COL0 and not SIDES
     done, turn = 0, 0
-    counter = COUNTERS + offset + (1 if PART == 2 else 0)
-    ticket, low, b, h, start, steps = _tell(
-        counter, turn, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
-        FILTER, STORE, FRESH,
+    about = (
+        COUNTERS + offset + (1 if PART == 2 else 0), tickets, told, blocks, parts, last, together, offset, num_heads,
+        num_queries, num_keys, first, LENGTHS, S0, C0, ss0, scb0, sch0, gc0,
     )  # fmt: skip
+    ticket, low, b, h, start, steps = _tell(turn, about, FILTER, STORE, FRESH, MODE0, SUM0)
     while ticket < blocks * parts:
         line = (b * num_heads + h).to(gl.int64) * num_queries
         b0, b1 = gl.where(sqb0 == 0, 0, b), gl.where(sqb1 == 0, 0, b)
@@ -248,14 +296,11 @@ def _copy(
                 0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
                 b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
             )  # fmt: skip
-        if not FRESH:
-            following = _tell(
-                counter, turn + 1, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
-                LENGTHS, FILTER, STORE, FRESH,
-            )  # fmt: skip
         for own in gl.static_range(2):
             at = (turn % BUFFERS) * 2 + own
             key = low + own * OWN
+            if LAID:
+                c = _per_key(C0, scb0, sch0, gc0, b, h, key, num_keys, NOTE)
             mbarrier.wait(free.index(at), ((turn // BUFFERS) & 1) ^ 1)
             mbarrier.expect(ready.index(at), OWN * 2 * (E0 + E1 + V + (V if OTHER == 1 else 0)))
             load(K0, [bk0, h // group0, key, 0], ready.index(at), k0s.index(at))
@@ -264,6 +309,12 @@ def _copy(
             load(V_, [bv, h // group_v, key, 0], ready.index(at), vs.index(at))
             if OTHER == 1:
                 load(OWN_V, [b, h, key, 0], ready.index(at), ys.index(at))
+            if LAID:
+                along.index(at).store(c)
+                mbarrier.arrive(ready.index(at), count=1)
+        if not FRESH:
+            # Who copies has time for it now, and not before keys that others wait for.
+            following = _tell(turn + 1, about, FILTER, STORE, FRESH, MODE0, SUM0)
         _copy_steps(
             early, steps, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
             b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
@@ -272,10 +323,7 @@ def _copy(
         turn += 1
         if FRESH:
             # As late as may be: nobody should wait for who came first, but has yet to start.
-            following = _tell(
-                counter, turn, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
-                LENGTHS, FILTER, STORE, FRESH,
-            )  # fmt: skip
+            following = _tell(turn, about, FILTER, STORE, FRESH, MODE0, SUM0)
         ticket, low, b, h, start, steps = following
 
 
@@ -500,10 +548,21 @@ def _span(
         if BANDED:
             e += biases.index(s * 2 + own).permute((1, 0)).load(SCORES).to(gl.float32)
         if MASK:
-            i = start + step * BLOCK + place + gl.arange(0, BLOCK, ACROSS)
-            seen = _visible(
-                i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
-            )
+            n = gl.arange(0, BLOCK, ACROSS)
+            i = start + step * BLOCK + place + n
+            STRETCH: gl.constexpr = _stretch(FILTER)
+            if len(STRETCH) > 0:
+                # As `_visible` has it, but with one addition for each pair: a thread has numbers that are
+                # the same but for multiples of 8.
+                sees = _first_place(j, b, first, lengths, num_keys, FILTER, STRETCH)
+                sees -= start + step * BLOCK + place
+                away = (n % 8)[None, :] - sees[:, None] + (n // 8 * 8)[None, :]
+                LAST: gl.constexpr = max(STRETCH[1], 0)
+                seen = away.to(gl.uint32, bitcast=True) <= LAST
+            else:
+                seen = _visible(
+                    i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
+                )
             if OTHER == 1:
                 same = i[None, :] == j[:, None]
             elif OTHER == 2:
@@ -565,25 +624,6 @@ def _span(
 
 
 @gluon.jit
-def _numbers_of(
-    low, b, h, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0: gl.constexpr, HAS_COL0: gl.constexpr,
-    SUM0: gl.constexpr, DOWN: gl.constexpr,
-):  # fmt: skip
-    """As they lie in memory: the head's scale, its first number per key, and those of a group's keys."""
-    col = C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0
-    scale, ref = 0.0, 0.0
-    if MODE0 == 1:
-        scale = gl.load(S0 + h * ss0)
-    if SUM0:
-        ref = gl.load(col)
-    c = gl.zeros([OWN], gl.float32, DOWN)
-    if HAS_COL0:
-        j = low + own * OWN + gl.arange(0, OWN, DOWN)
-        c = gl.load(col + j, mask=j < num_keys, other=0.0)
-    return scale, ref, c
-
-
-@gluon.jit
 def _multiply(
     own, inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
@@ -593,8 +633,8 @@ def _multiply(
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     (
-        DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, all_pairs, biases,
-        rows, cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0,
+        DK0, DK1, DV, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, all_along, q0s, q1s, gs, all_pairs, biases,
+        rows, cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, scb0, sch0, gc0,
         stride_ids, blocks, parts, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -608,29 +648,22 @@ def _multiply(
     DOWN: gl.constexpr = gl.SliceLayout(1, SCORES)
     SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
     DCOL0: gl.constexpr = NORM0 or SAVE_COL0 or SUM0
+    # Numbers per key come beside the keys, where they are not columns of products.
+    LAID: gl.constexpr = HAS_COL0 and not SIDES
     done, turn = 0, 0
     place = num_keys - num_queries
     tiles = blocks * parts
     ticket, low, part, b, h, start, steps = _hear(turn, tickets, told)
-    if HELD:
-        scale, ref, c = _numbers_of(
-            low, b, h, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0, HAS_COL0, SUM0, DOWN
-        )
+    c = gl.zeros([OWN], gl.float32, DOWN)
+    if HAS_COL0 and not LAID:
+        c = _per_key(C0, scb0, sch0, gc0, b, h, low + own * OWN, num_keys, DOWN)
     while ticket < tiles:
-        if not HELD:
-            scale, ref, c = _numbers_of(
-                low, b, h, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0, HAS_COL0, SUM0, DOWN
-            )
         head0 = 1.0
         if MODE0 == 0:
             head0 = number0
         elif MODE0 == 1:
-            head0 = _grown(scale, LOG0)
-        bh = b * num_heads + h
+            head0 = _grown(_number(turn, tickets, SCALE), LOG0)
         first_key = low + own * OWN
-        line = bh.to(gl.int64) * num_queries
-        keys = bh.to(gl.int64) * num_keys
-        sums = line + keys + num_queries
         # Of all blocks, those that may see a key of this group, and those that see all of them.
         high = gl.minimum(first_key + OWN, num_keys) - 1
         begin, end, sure_start, sure_stop = _query_range(
@@ -658,13 +691,14 @@ def _multiply(
         at = (turn % BUFFERS) * 2 + own
         k0, k1, v, y = k0s.index(at), k1s.index(at), vs.index(at), ys.index(at)
         j = first_key + gl.arange(0, OWN, DOWN)
-        inside = j < num_keys
         factor = head0 * LOG2E
         dcs = _within(gl.zeros([OWN, BLOCK], gl.float32, SCORES))
         dk0 = gl.zeros([OWN, WIDE0], gl.float32, SUMS0)
         dk1 = gl.zeros([OWN, WIDE1], gl.float32, SUMS1)
         dv = gl.zeros([OWN, WIDEV], gl.float32, SUMSV)
         mbarrier.wait(ready.index(at), (turn // BUFFERS) & 1)
+        if LAID:
+            c = all_along.index(at).load(DOWN)
         # Narrow keys and values stay in registers: shared memory is as busy as the products are.
         a, a1, w = k0, k1, v
         if HELD:
@@ -711,13 +745,23 @@ def _multiply(
             _skip(
                 end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES
             )
+        _, low, _, b, h, _, steps = _heard(turn, tickets)
         done += steps
+        bh = b * num_heads + h
+        first_key = low + own * OWN
+        line = bh.to(gl.int64) * num_queries
+        keys = bh.to(gl.int64) * num_keys
+        sums = line + keys + num_queries
+        j = first_key + gl.arange(0, OWN, DOWN)
+        inside = j < num_keys
         ticket, low, part, b_next, h_next, start, steps = _hear(turn + 1, tickets, told)
-        if HELD:
+        if LAID:
+            c = all_along.index(at).load(DOWN)
+        elif HAS_COL0:
             # Numbers of the next keys are on their way while gradients of these leave.
-            scale_next, ref_next, c_next = _numbers_of(
-                low, b_next, h_next, own, num_keys, S0, C0, ss0, scb0, sch0, gc0, MODE0, HAS_COL0, SUM0, DOWN
-            )  # fmt: skip
+            c_next = _per_key(C0, scb0, sch0, gc0, b_next, h_next, low + own * OWN, num_keys, DOWN)
+        if MODE0 == 1:
+            head0 = _grown(_number(turn, tickets, SCALE), LOG0)
         dc = gl.convert_layout(gl.sum(dcs, 1), DOWN)
         if SUMMED:
             # The group that sums up reads these keys, too.
@@ -732,9 +776,9 @@ def _multiply(
                 else:
                     x = _finite(x)
             if WANT0 and MODE0 == 1:
-                share = (
-                    _finite(c - _finite(ref)) * dc if SUM0 else gl.zeros([OWN], gl.float32, DOWN)
-                )
+                share = gl.zeros([OWN], gl.float32, DOWN)
+                if SUM0:
+                    share = _finite(c - _finite(_number(turn, tickets, REFERENCE))) * dc
                 if SUMMED:
                     # sum_i <q_i, dq_i> is sum_j <k_j, dk_j>.
                     share += gl.convert_layout(gl.sum(dk0 * x, 1), DOWN)
@@ -759,8 +803,8 @@ def _multiply(
         if E1 > 0 and PART != 1:
             store(DK1, [b, h, first_key, 0], k1)
         b, h = b_next, h_next
-        if HELD:
-            scale, ref, c = scale_next, ref_next, c_next
+        if HAS_COL0 and not LAID:
+            c = c_next
         turn += 1
         if BUFFERS == 1:
             tma.store_wait(0)
@@ -822,6 +866,9 @@ def backward_keys(
     pairs = k0s
     if STORE > 0:
         pairs = gl.allocate_shared_memory(DTYPE, [2, OWN, BLOCK], HALF)
+    along = k0s
+    if HAS_COL0 and not SIDES:
+        along = gl.allocate_shared_memory(gl.float32, [GROUPS, OWN], PLAIN)
     ys = k0s
     if OTHER == 1:
         ys = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, V], HALF)
@@ -832,7 +879,6 @@ def backward_keys(
     cols, ones, sides = k0s, k0s, k0s
     if SIDES:
         THIN: gl.constexpr = gl.NVMMASharedLayout(32, 16)
-        FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         ones = gl.allocate_shared_memory(DTYPE, [BLOCK, COLUMNS], THIN)
         one = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, FLAT)
         ones.store(gl.where(_along(FLAT) < 3, one, 0.0).to(DTYPE))
@@ -863,7 +909,8 @@ def backward_keys(
         for s in gl.static_range(BUFFERS):
             mbarrier.init(used.index(s), count=1)
     for s in gl.static_range(GROUPS):
-        mbarrier.init(ready.index(s), count=1)
+        # Keys themselves, and numbers beside them.
+        mbarrier.init(ready.index(s), count=2 if HAS_COL0 and not SIDES else 1)
         mbarrier.init(free.index(s), count=1)
     for s in gl.static_range(STAGES):
         # The copy itself, and the numbers beside it; both groups have to let go.
@@ -871,13 +918,13 @@ def backward_keys(
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
     multiply = (
-        DK0, DK1, DV, S0, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, q0s, q1s, gs, pairs, biases, rows,
-        cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, ss0, scb0, sch0, gc0, stride_ids,
+        DK0, DK1, DV, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, ys, along, q0s, q1s, gs, pairs, biases, rows,
+        cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, scb0, sch0, gc0, stride_ids,
         blocks, parts, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     copy = (
-        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, q0s, q1s,
-        gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, group0,
+        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, ys, along, q0s, q1s,
+        gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
         group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     summed = (
@@ -887,7 +934,7 @@ def backward_keys(
     if SUMMED:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, HAS_COL0, WANT0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
@@ -904,7 +951,7 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, HAS_COL0, WANT0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,

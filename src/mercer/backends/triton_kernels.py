@@ -192,19 +192,25 @@ def _stretch(filter):
 
 
 @triton.jit
+def _first_place(j, b, first, lengths, num_keys, FILTER: tl.constexpr, STRETCH: tl.constexpr):
+    """The first places that see keys at places j, of a filter that shows them to a stretch of places."""
+    there = j < num_keys
+    if FILTER[0][7]:
+        there = there & (j < tl.load(lengths + b))
+    if FILTER[0][3] >= 0:
+        there = there & (j >= first - FILTER[0][3])
+    if STRETCH[1] < 0:
+        there = there & (j < 0)
+    return tl.where(there, j - STRETCH[0], 2**31 - 1)
+
+
+@triton.jit
 def _visible(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr):
     """Whether queries at places i see keys at places j, one a row, the other a column."""
     STRETCH: tl.constexpr = _stretch(FILTER)
     if len(STRETCH) > 0:
         # One comparison for each pair, of whole numbers without a sign.
-        there = j < num_keys
-        if FILTER[0][7]:
-            there = there & (j < tl.load(lengths + b))
-        if FILTER[0][3] >= 0:
-            there = there & (j >= first - FILTER[0][3])
-        if STRETCH[1] < 0:
-            there = there & (j < 0)
-        begin = tl.where(there, j - STRETCH[0], 2**31 - 1)
+        begin = _first_place(j, b, first, lengths, num_keys, FILTER, STRETCH)
         LAST: tl.constexpr = max(STRETCH[1], 0)
         seen = (i - begin).to(tl.uint32, bitcast=True) <= LAST
     else:
