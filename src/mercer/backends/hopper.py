@@ -35,9 +35,9 @@ ROUNDS, LAST = 16, 4
 # Such features and values leave room for a group that sums up gradients of queries. Where a query
 # sees fewer keys than so many, what comes before and after the sums takes longer than they save.
 SUMMED, MANY_KEYS = 64, 1024
-# Features, and as many values, that the forward takes, and the registers of a thread: four programs
-# share a processor, or two.
-FORWARDS = {64: 128, 128: 255}
+# Features, and as many values, that the forward takes; of few, four programs share a processor,
+# with so many registers for a thread.
+FORWARDS, NARROW_REGISTERS = (64, 128), 128
 # Sums of so many bytes stay in the cache until all keys have added to them, in whatever order.
 CACHED = 2**25
 # So many heads take turns where a program may have to wait for that of the next keys: it is as many
@@ -104,28 +104,35 @@ def empty_tops(p: Plan, like: Tensor) -> Tensor:
 def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: Tensor) -> None:
     """out, what rounding took from it where there is room for that, and log_mass."""
     c, keeps, tops = p.constants, low.numel() > 0, ready.tops.numel() > 0
+    batch, heads, num_queries = p.static.shape
+    wide, parts = c["V"] > SUMMED, batch * heads
+    # Of two times 128 queries each.
+    pairs = -(-num_queries // (4 * GROUP))
     launch = p.launches.get(("groups-forward", keeps, tops))
     if launch is None:
-        from . import triton_narrow
+        from . import triton_narrow, triton_wide
 
-        batch, heads, num_queries = p.static.shape
         constants = {name: c[name] for name in ("E0", "V", "MODE0", "LOG0", "FILTER", "SIMPLE")}
-        constants |= {
-            "HAS_LOW": keeps, "HAS_TOPS": tops, "SPREAD": c["HAS_COL0"], "STILL": p.still,
-            "STAGES": 3,
-        }  # fmt: skip
-        options = {"num_warps": 4, "maxnreg": FORWARDS[c["V"]]}
-        grid = (-(-num_queries // GROUP), batch * heads, 1)
-        launch = Launch(triton_narrow.forward, grid, constants, options)
+        constants |= {"HAS_LOW": keeps} | ({} if wide else {"HAS_TOPS": tops})
+        constants |= {"SPREAD": c["HAS_COL0"], "STILL": p.still, "STAGES": 4 if wide else 3}
+        if wide:
+            grid = (min(2 * pairs * parts, processors(p.device)), 1, 1)
+            launch = Launch(triton_wide.forward, grid, constants, {"num_warps": 4})
+        else:
+            grid = (-(-num_queries // GROUP), parts, 1)
+            options = {"num_warps": 4, "maxnreg": NARROW_REGISTERS}
+            launch = Launch(triton_narrow.forward, grid, constants, options)
         p.launches["groups-forward", keeps, tops] = launch
     columns = _of(ready.columns, 16, swizzle=32) if c["HAS_COL0"] else x.v
     tensors = (
         _of(x.q[0]), _of(x.k[0]), columns, _of(x.v), x.scale[0],
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(out),
         _of(low, bits=8, swizzle=c["V"]) if keeps else x.v, lse,
-        ready.tops,
     )  # fmt: skip
-    launch(tensors, p.numbers(x.seed))
+    if wide:
+        launch(tensors, (*p.numbers(x.seed), pairs, parts))
+    else:
+        launch((*tensors, ready.tops), p.numbers(x.seed))
 
 
 def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
@@ -205,7 +212,7 @@ def all_passes(
     for offset in range(0, batch * heads, count):
         own = min(count, batch * heads - offset)
         numbers = (*p.numbers(x.seed), offset)
-        launch = _keys(p, 1 if two else 0, own, store=_together(p))
+        launch = _keys(p, 1 if two else 0, own, store=_together(p), by_keys=_by_keys(p, lse))
         launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
@@ -319,6 +326,15 @@ def _columns(p: Plan) -> int:
     return whole if math.isinf(seen) else min(whole, _aligned(int(seen)) + 2 * GROUP)
 
 
+def _by_keys(p: Plan, lse: bool) -> bool:
+    """Whether keys alone give the gradient of a head's scale, and nobody reads queries for it.
+
+    Not with a gradient of log_mass, of which each query has a share of its own.
+    """
+    slots = p.static.slots
+    return len(slots) == 1 and slots[0].wants and p.constants["MODE0"] == 1 and not lse
+
+
 def _space(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape)
 
@@ -347,9 +363,9 @@ def _tensors(
 
 def _keys(
     p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
-    other: int = 0, summed: bool = False, fresh: bool = False,
+    other: int = 0, summed: bool = False, fresh: bool = False, by_keys: bool = False,
 ) -> Launch:  # fmt: skip
-    key = ("groups", part, heads, store, banded, other, summed, fresh)
+    key = ("groups", part, heads, store, banded, other, summed, fresh, by_keys)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -379,7 +395,7 @@ def _keys(
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
         "SUMMED": summed, "BANDED": banded, "OTHER": other,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
-        "SIDES": sides, "FRESH": fresh,
+        "SIDES": sides, "FRESH": fresh, "BY_KEYS": by_keys or summed,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
     # What has no register waits in the first cache, or, if that is too small, a long way off.
@@ -423,7 +439,8 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
         bm, bn, warps, stages = _to_queries(p)
         names: tuple[str, ...] = ("E0", "E1", "MODE0", "LOG0", "HAS_COL0", "FILTER")
         blocks = -(-p.static.shape[2] // bm)
-        flags = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse} | flags
+        own = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse, "BY_KEYS": _by_keys(p, lse)}
+        flags = own | flags
     else:
         bm, bn, warps, stages = TO_KEYS
         names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)

@@ -629,7 +629,7 @@ def _multiply(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
-    HELD: gl.constexpr, SIDES: gl.constexpr,
+    HELD: gl.constexpr, SIDES: gl.constexpr, BY_KEYS: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     (
@@ -767,7 +767,7 @@ def _multiply(
             # The group that sums up reads these keys, too.
             mbarrier.wait(used.index(turn % BUFFERS), (turn // BUFFERS) & 1)
         if PART != 2:
-            if NORM0 or (SUMMED and WANT0):
+            if NORM0 or (BY_KEYS and WANT0):
                 x = k0.load(SUMS0).to(gl.float32)
                 if NORM0:
                     # A key that is not finite has no norm.
@@ -779,7 +779,7 @@ def _multiply(
                 share = gl.zeros([OWN], gl.float32, DOWN)
                 if SUM0:
                     share = _finite(c - _finite(_number(turn, tickets, REFERENCE))) * dc
-                if SUMMED:
+                if BY_KEYS:
                     # sum_i <q_i, dq_i> is sum_j <k_j, dk_j>.
                     share += gl.convert_layout(gl.sum(dk0 * x, 1), DOWN)
                 gl.store(DS0 + sums + j, share, mask=inside)
@@ -835,7 +835,7 @@ def backward_keys(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, HELD: gl.constexpr, SIDES: gl.constexpr, FRESH: gl.constexpr,
+    OTHER: gl.constexpr, HELD: gl.constexpr, SIDES: gl.constexpr, FRESH: gl.constexpr, BY_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
@@ -846,6 +846,7 @@ def backward_keys(
     SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on; FRESH: from 0 on
     for the last heads alone, and BEGUN, of each block of queries, is 0 for all others. That takes a causal
     window, and as many queries as keys: a key at the place of a query is seen by it.
+    BY_KEYS: what queries have of the gradient of their head's scale comes from keys, of which that is the same.
     OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
     A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
     drawn so far at the place `offset`, and for a second pass, of the second slot, at the next.
@@ -937,11 +938,11 @@ def backward_keys(
                 (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, HAS_COL0, WANT0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS,
                 )),
                 (_sum, (summed, E0, BUFFERS, MODE0 == 2 and WANT0, FRESH)),
             ],
@@ -954,11 +955,11 @@ def backward_keys(
                 (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, HAS_COL0, WANT0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS,
                 )),
             ],
             [4, 4],

@@ -24,9 +24,9 @@ def stored_to_queries(
     seed, number0, number1, dropout, offset,
     E0: tl.constexpr, E1: tl.constexpr, MODE0: tl.constexpr, LOG0: tl.constexpr,
     HAS_COL0: tl.constexpr, FILTER: tl.constexpr, NORM0: tl.constexpr, WANT0: tl.constexpr,
-    HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_LSE: tl.constexpr, BY_KEYS: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq and dscale of one block of queries."""
+    """dq and dscale of one block of queries; BY_KEYS: keys gave what these have of that, and they are not read."""
     part = tl.program_id(1)
     bh = part + offset
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -68,10 +68,14 @@ def stored_to_queries(
         ds0 += _of_columns(dq1, ref0)
     sums = line + bh.to(tl.int64) * num_keys
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-    q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
+    if BY_KEYS:
+        q0 = dq0
+        tl.store(DS0 + sums + n, none, mask=inside)
+    else:
+        q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     _store_queries(
         dq0, ds0, none, q0, none, scale0, ref0 * moved, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0,
-        E0, MODE0, 0, NORM0, False, WANT0, False, False,
+        E0, MODE0, 0, NORM0, False, WANT0 and not BY_KEYS, False, False,
     )  # fmt: skip
     if E1 > 0:
         _store_queries(
