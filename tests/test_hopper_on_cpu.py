@@ -6,12 +6,13 @@ tests/test_hopper.py has the same on a GPU, where warps, layouts and the compile
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from gluon_on_cpu import Descriptor, Pointer, module
 
-from mercer.backends import hopper
+from mercer.backends import hopper, launches
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 150, 16
 LOG2E = math.log2(math.e)
@@ -551,3 +552,50 @@ def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not(home):
     assert out[0, 1, 70:].isnan().all()
     assert out[0, 1, :70].isfinite().all()
     assert out[0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "parts", "programs"),
+    [
+        (1, 4, 3),
+        (4, 3, 5),
+        (8, 80, 132),
+        (32, 32, 132),
+        (3, 7, 42),
+        (16, 1, 32),
+        (1, 1, 2),
+        (5, 2, 7),
+    ],
+)
+def test_every_block_of_queries_has_its_turn_once(pairs, parts, programs):
+    kernels, found, work = module("triton_wide", programs, 0), [], []
+    kernels.place.row = 0
+    for program in range(programs):
+        kernels.place.id, turn, steps = program, torch.tensor(0), 0
+        while True:
+            block, b, h, some = kernels._tile(turn, torch.tensor(pairs), torch.tensor(parts), 2)
+            if not some:
+                break
+            found.append((int(b) * 2 + int(h), int(block)))
+            turn, steps = turn + 1, steps + int(block) + 1
+        work.append(steps)
+    assert sorted(found) == [(part, block) for part in range(parts) for block in range(2 * pairs)]
+    # By a causal filter nobody has much more to do than all have on average.
+    assert max(work) <= sum(work) / programs + 2 * pairs
+
+
+def test_the_first_cache_has_what_shared_memory_leaves(monkeypatch):
+    asked, compiled = [], SimpleNamespace(metadata=SimpleNamespace(shared=183976), function=5)
+    sizes = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    driver = SimpleNamespace(cuFuncSetAttribute=lambda *given: asked.append(given[1:]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
+    monkeypatch.setattr(launches.ctypes, "CDLL", lambda _: driver)
+    launches._share_room(compiled, torch.device("cuda"))
+    assert asked == [(9, 80)]
+
+    def nowhere(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(launches.ctypes, "CDLL", nowhere)
+    launches._share_room(compiled, torch.device("cuda"))
+    assert len(asked) == 1

@@ -1,4 +1,4 @@
-"""The forward for Hopper, for one dot product of up to 128 features and values, without links and tables.
+"""The forward for Hopper, for one dot product of up to 64 features and values, without links and tables.
 
 The same sums as `triton_kernels.forward`. Its four warps ask the copy engine for all of a block of keys at
 once, wait once for all of its products, and add up masses within threads until the end: what Triton's
