@@ -64,6 +64,54 @@ def _weights(t, peak, rate, MODE0: gl.constexpr, STILL: gl.constexpr):
     return p, higher, shrink
 
 
+@gluon.jit
+def _beside(DTYPE: gl.constexpr, SCORES: gl.constexpr):
+    """What queries have beside columns of keys: ones for three of them, and none for the fourth, for gradients."""
+    THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    ones = gl.full([OWN, COLUMNS], 1.0, gl.float32, THIN)
+    ones = gl.where(_along(THIN) < 3, ones, 0.0).to(DTYPE)
+    return gl.convert_layout(ones, gl.DotOperandLayout(0, SCORES, 2))
+
+
+@gluon.jit
+def _seen(i, first_key, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr):
+    """Which keys of a block queries at places i see."""
+    LENGTHS, IDS, stride_ids, num_keys, first = seeing
+    j = first_key + gl.arange(0, BLOCK, ACROSS)
+    return _visible(i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER)
+
+
+@gluon.jit
+def _careful(
+    t, values, acc, mass, peak, rate, i, first_key, b, seeing, MODE0: gl.constexpr, FILTER: gl.constexpr,
+    SUMS: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Sums and masses with those of one more block, of which values may not be finite."""
+    # One that is not must not meet a weight of zero: 0 times NaN is NaN.
+    x = values.load(SUMS).to(gl.float32)
+    whole = gl.min((gl.abs(x) < float("inf")).to(gl.int32), 1) > 0
+    values.store(_finite(x).to(values.dtype))
+    fence_async_shared()
+    barrier()
+    t = gl.where(gl.convert_layout(whole, ACROSS)[None, :], t, float("nan"))
+    seen = _seen(i, first_key, b, seeing, FILTER, ACROSS)
+    p, peak, shrink = _weights(gl.where(seen, t, float("-inf")), peak, rate, MODE0, False)
+    mass = mass * shrink + gl.sum(p, 1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+    weights = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    return warpgroup_mma(weights, values, acc), mass, peak
+
+
+@gluon.jit
+def _finished(acc, mass, peak, SUMS: gl.constexpr):
+    """out and log_mass; of a row that sees nothing, 0 and -inf."""
+    empty = mass == 0.0
+    safe = gl.where(empty, 1.0, mass)
+    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, SUMS))[:, None]
+    lse = gl.where(empty, float("-inf"), LN2 * (gl.where(empty, 0.0, peak) + gl.log2(safe)))
+    return out, lse
+
+
 @gluon.jit(do_not_specialize=["num_heads", "first", "seed"])
 def forward(
     Q0, K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE, TOPS,
@@ -140,11 +188,7 @@ def forward(
     rate = scale0 * LOG2E
     q1 = cols
     if SPREAD:
-        THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-        q1 = gl.full([OWN, COLUMNS], 1.0, gl.float32, THIN)
-        # The fourth is for gradients.
-        q1 = gl.where(_along(THIN) < 3, q1, 0.0).to(DTYPE)
-        q1 = gl.convert_layout(q1, gl.DotOperandLayout(0, SCORES, 2))
+        q1 = _beside(DTYPE, SCORES)
     mbarrier.wait(ready, 0)
     peak = gl.full([OWN], float("-inf"), gl.float32, DOWN)
     if STILL:
@@ -156,6 +200,7 @@ def forward(
     barrier()
     none = gl.zeros([OWN, BLOCK], gl.float32, SCORES)
     masses = _within(none)
+    seeing = LENGTHS, IDS, stride_ids, num_keys, first
     acc = warpgroup_mma_init(gl.zeros([OWN, V], gl.float32, SUMS))
     for step in range(steps):
         s = step % STAGES
@@ -177,11 +222,7 @@ def forward(
                 start + ahead * BLOCK, ahead % STAGES, sources, targets, fulls, batches, heads, SPREAD
             )  # fmt: skip
         if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
-            j = first_key + gl.arange(0, BLOCK, ACROSS)
-            seen = _visible(
-                i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER
-            )
-            t = gl.where(seen, t, float("-inf"))
+            t = gl.where(_seen(i, first_key, b, seeing, FILTER, ACROSS), t, float("-inf"))
         p, peak, shrink = _weights(t, peak, rate, MODE0, STILL)
         if not STILL:
             THREADS: gl.constexpr = gl.SliceLayout(1, masses.type.layout)
@@ -217,33 +258,15 @@ def forward(
             if SPREAD:
                 t = warpgroup_mma(q1, cols.index(0).permute((1, 0)), t, is_async=True)
             t = warpgroup_mma_wait(0, (t,))
-            # A value that is not finite must not meet a weight of zero: 0 times NaN is NaN.
-            x = vs.index(0).load(SUMS).to(gl.float32)
-            whole = gl.min((gl.abs(x) < float("inf")).to(gl.int32), 1) > 0
-            vs.index(0).store(_finite(x).to(DTYPE))
-            fence_async_shared()
-            barrier()
-            whole = gl.convert_layout(whole, ACROSS)
-            t = gl.where(whole[None, :], t, float("nan"))
-            j = start + step * BLOCK + gl.arange(0, BLOCK, ACROSS)
-            seen = _visible(
-                i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER
-            )
-            p, peak, shrink = _weights(gl.where(seen, t, float("-inf")), peak, rate, MODE0, False)
-            mass = mass * shrink + gl.sum(p, 1)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            acc = warpgroup_mma(
-                gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2)), vs.index(0), acc
-            )
+            acc, mass, peak = _careful(
+                t, vs.index(0), acc, mass, peak, rate, i, start + step * BLOCK, b, seeing, MODE0, FILTER, SUMS, ACROSS,
+            )  # fmt: skip
             fence_async_shared()
     if HAS_TOPS:
         x = vs.index((steps - 1) % STAGES).load(SUMS).to(gl.float32)
         squares = gl.sum(x * x, 1)
         gl.store(TOPS + bh * gl.num_programs(0) + block, _most(squares, squares >= 0.0, 0.0))
-    empty = mass == 0.0
-    safe = gl.where(empty, 1.0, mass)
-    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, SUMS))[:, None]
-    lse = gl.where(empty, float("-inf"), LN2 * (gl.where(empty, 0.0, peak) + gl.log2(safe)))
+    out, lse = _finished(acc, mass, peak, SUMS)
     gl.store(LSE + line + n, lse, mask=inside)
     rounded = out.to(DTYPE)
     # What was copied in leaves room for what is copied out.

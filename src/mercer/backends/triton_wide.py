@@ -19,7 +19,6 @@ from .triton_hopper import (
     BLOCK,
     OWN,
     REGISTERS,
-    _along,
     _within,
     barrier,
     load,
@@ -27,15 +26,12 @@ from .triton_hopper import (
 )
 from .triton_kernels import (
     COLUMNS,
-    LN2,
     LOG2E,
-    _finite,
     _key_range,
     _scale,
     _taken,
-    _visible,
 )
-from .triton_narrow import _weights
+from .triton_narrow import _beside, _careful, _finished, _seen, _weights
 
 
 @gluon.jit
@@ -149,13 +145,8 @@ def _shown(
     t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
     """Scores of keys that are seen."""
-    LENGTHS, IDS, stride_ids, num_keys, first = seeing
     if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
-        j = first_key + gl.arange(0, BLOCK, ACROSS)
-        seen = _visible(
-            i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER
-        )
-        t = gl.where(seen, t, float("-inf"))
+        t = gl.where(_seen(i, first_key, b, seeing, FILTER, ACROSS), t, float("-inf"))
     return t
 
 
@@ -194,6 +185,7 @@ def _again(
     none = gl.zeros([OWN, BLOCK], gl.float32, SCORES)
     mass = gl.zeros([OWN], gl.float32, DOWN)
     peak = gl.full([OWN], float("-inf"), gl.float32, DOWN)
+    seeing = LENGTHS, IDS, stride_ids, num_keys, first
     tma.store_wait(0)
     for step in range(steps):
         key = start + step * BLOCK
@@ -212,22 +204,8 @@ def _again(
         mbarrier.expect(bar, 2 * BLOCK * V)
         load(V_, [bv, h // group_v, key, 0], bar, block)
         mbarrier.wait(bar, (come + 2 * step + 1) & 1)
-        # A value that is not finite must not meet a weight of zero: 0 times NaN is NaN.
-        x = block.load(SUMS).to(gl.float32)
-        whole = gl.min((gl.abs(x) < float("inf")).to(gl.int32), 1) > 0
-        block.store(_finite(x).to(block.dtype))
-        fence_async_shared()
-        barrier()
-        t = gl.where(gl.convert_layout(whole, ACROSS)[None, :], t, float("nan"))
-        j = key + gl.arange(0, BLOCK, ACROSS)
-        seen = _visible(
-            i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER
-        )
-        p, peak, shrink = _weights(gl.where(seen, t, float("-inf")), peak, rate, MODE0, False)
-        mass = mass * shrink + gl.sum(p, 1)
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-        acc = warpgroup_mma(
-            gl.convert_layout(p.to(block.dtype), gl.DotOperandLayout(0, SUMS, 2)), block, acc
+        acc, mass, peak = _careful(
+            t, block, acc, mass, peak, rate, i, key, b, seeing, MODE0, FILTER, SUMS, ACROSS
         )
     return acc, mass, peak, steps
 
@@ -252,13 +230,9 @@ def _multiply(
     place = num_keys - num_queries
     q1 = cols
     if SPREAD:
-        THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-        q1 = gl.full([OWN, COLUMNS], 1.0, gl.float32, THIN)
-        # The fourth is for gradients.
-        q1 = gl.where(_along(THIN) < 3, q1, 0.0).to(DTYPE)
-        q1 = gl.convert_layout(q1, gl.DotOperandLayout(0, SCORES, 2))
+        q1 = _beside(DTYPE, SCORES)
     none = gl.zeros([OWN, BLOCK], gl.float32, SCORES)
-    seeing = (LENGTHS, IDS, stride_ids, num_keys, first)
+    seeing = LENGTHS, IDS, stride_ids, num_keys, first
     done, turn, come = 0, 0, 0
     block, b, h, some = _tile(turn, pairs, parts, num_heads)
     while some:
@@ -285,6 +259,7 @@ def _multiply(
             x = qs.index(own).load(FEATURES).to(gl.float32)
             peak = 0.5 * gl.convert_layout(gl.sum(x * x, 1), DOWN) * rate
         q = qs.index(own).load(gl.DotOperandLayout(0, SCORES, 2))
+        fence_async_shared()
         mbarrier.arrive(free.index(own), count=1)
         masses = _within(none)
         acc = gl.zeros([OWN, V], gl.float32, SUMS)
@@ -339,10 +314,7 @@ def _multiply(
                 own, again, q, q1, low, b, h, line, come, E0, V, MODE0, LOG0, FILTER, SPREAD, SCORES, SUMS,
             )  # fmt: skip
             come += 2 * count
-        empties = mass == 0.0
-        safe = gl.where(empties, 1.0, mass)
-        out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, SUMS))[:, None]
-        lse = gl.where(empties, float("-inf"), LN2 * (gl.where(empties, 0.0, peak) + gl.log2(safe)))
+        out, lse = _finished(acc, mass, peak, SUMS)
         gl.store(LSE + line + n, lse, mask=inside)
         rounded = out.to(DTYPE)
         # What left before leaves room.
