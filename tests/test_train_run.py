@@ -119,6 +119,12 @@ def test_runs_leave_nothing_behind(small):
     assert not [x for x in gc.get_objects() if type(x) is KernelLM]
 
 
+def test_a_run_without_a_folder_makes_none(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(Settings(**small)).status == "done"
+    assert not list(tmp_path.iterdir())
+
+
 def test_threads_take_turns(small):
     found = {}
 

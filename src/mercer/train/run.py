@@ -174,7 +174,8 @@ def make_arguments(settings: Settings) -> TrainingArguments:
     """What Trainer needs to know. Logs, evaluations and checkpoints are decided by ours."""
     assert settings.learning_rate is not None
     arguments = TrainingArguments(
-        output_dir=settings.output or "unused",
+        # Trainer would make a folder that is not there, and writes nothing itself.
+        output_dir=settings.output or ".",
         max_steps=settings.steps or ENDLESS,
         gradient_accumulation_steps=settings.accumulate,
         learning_rate=settings.learning_rate,
