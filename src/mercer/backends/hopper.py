@@ -35,9 +35,10 @@ ROUNDS, LAST = 16, 4
 # Such features and values leave room for a group that sums up gradients of queries. Where a query
 # sees fewer keys than so many, what comes before and after the sums takes longer than they save.
 SUMMED, MANY_KEYS = 64, 1024
-# Features, and as many values, that the forward takes; of few, four programs share a processor,
-# with so many registers for a thread.
-FORWARDS, NARROW_REGISTERS = (64, 128), 128
+# Features, and as many values, that the forward takes; of the fewer, four programs share a
+# processor, with so many registers for a thread.
+NARROW, NARROW_REGISTERS = 64, 128
+FORWARDS = (NARROW, 128)
 # Sums of so many bytes stay in the cache until all keys have added to them, in whatever order.
 CACHED = 2**25
 # So many heads take turns where a program may have to wait for that of the next keys: it is as many
@@ -83,7 +84,7 @@ def forwards(p: Plan) -> bool:
     # Numbers per key are columns of a product.
     plain = plain and p.dtype.itemsize == 2 and (not c["HAS_COL0"] or (p.spread and columns))
     few = len(p.static.filter) == 1 and min(p.num_keys, _window(p)) <= SHORT
-    plain = plain and (p.still or few or c["V"] > SUMMED)
+    plain = plain and (p.still or few or c["V"] > NARROW)
     return plain and alike and available(p.device) and q0 and k0 and v
 
 
@@ -92,7 +93,7 @@ def says_tops(p: Plan) -> bool:
 
     A program has those of its queries' own places before it last, where they see them.
     """
-    narrow = p.constants["V"] == SUMMED and _own_last(p) and _seen(p) >= MANY_KEYS
+    narrow = p.constants["V"] == NARROW and _own_last(p) and _seen(p) >= MANY_KEYS
     return p.static.trains and narrow and forwards(p)
 
 
@@ -105,7 +106,7 @@ def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: T
     """out, what rounding took from it where there is room for that, and log_mass."""
     c, keeps, tops = p.constants, low.numel() > 0, ready.tops.numel() > 0
     batch, heads, num_queries = p.static.shape
-    wide, parts = c["V"] > SUMMED, batch * heads
+    wide, parts = c["V"] > NARROW, batch * heads
     # Of two times 128 queries each.
     pairs = -(-num_queries // (4 * GROUP))
     launch = p.launches.get(("groups-forward", keeps, tops))

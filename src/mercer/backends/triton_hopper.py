@@ -265,8 +265,8 @@ def _copy_steps(
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr, HAS_COL0: gl.constexpr,
-    WANT0: gl.constexpr,
+    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr, LAID: gl.constexpr,
+    SUM0: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
@@ -274,8 +274,6 @@ def _copy(
         gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
         group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
-    SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
-    LAID: gl.constexpr = HAS_COL0 and not SIDES
     done, turn = 0, 0
     about = (
         COUNTERS + offset + (1 if PART == 2 else 0), tickets, told, blocks, parts, last, together, offset, num_heads,
@@ -503,6 +501,27 @@ def _within(x):
 
 
 @gluon.jit
+def _seen(
+    at, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: gl.constexpr, ACROSS: gl.constexpr
+):
+    """Which keys at places j a block of queries sees whose first is `at`: `_visible`, with fewer additions."""
+    n = gl.arange(0, BLOCK, ACROSS)
+    STRETCH: gl.constexpr = _stretch(FILTER)
+    if len(STRETCH) > 0:
+        # One for each pair: the queries of a thread are the same but for multiples of 8.
+        sees = _first_place(j, b, first, lengths, num_keys, FILTER, STRETCH) - at
+        away = (n % 8)[None, :] - sees[:, None] + (n // 8 * 8)[None, :]
+        LAST: gl.constexpr = max(STRETCH[1], 0)
+        seen = away.to(gl.uint32, bitcast=True) <= LAST
+    else:
+        i = at + n
+        seen = _visible(
+            i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
+        )
+    return seen
+
+
+@gluon.jit
 def _span(
     begin, end, done, dk0, dk1, dv, dc, k0, k1, v, y, c, factor, j, start, b, place, first, lengths, ids,
     stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
@@ -548,21 +567,9 @@ def _span(
         if BANDED:
             e += biases.index(s * 2 + own).permute((1, 0)).load(SCORES).to(gl.float32)
         if MASK:
-            n = gl.arange(0, BLOCK, ACROSS)
-            i = start + step * BLOCK + place + n
-            STRETCH: gl.constexpr = _stretch(FILTER)
-            if len(STRETCH) > 0:
-                # As `_visible` has it, but with one addition for each pair: a thread has numbers that are
-                # the same but for multiples of 8.
-                sees = _first_place(j, b, first, lengths, num_keys, FILTER, STRETCH)
-                sees -= start + step * BLOCK + place
-                away = (n % 8)[None, :] - sees[:, None] + (n // 8 * 8)[None, :]
-                LAST: gl.constexpr = max(STRETCH[1], 0)
-                seen = away.to(gl.uint32, bitcast=True) <= LAST
-            else:
-                seen = _visible(
-                    i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
-                )
+            at = start + step * BLOCK + place
+            i = at + gl.arange(0, BLOCK, ACROSS)
+            seen = _seen(at, j, b, first, lengths, ids, stride_ids, num_keys, FILTER, ACROSS)
             if OTHER == 1:
                 same = i[None, :] == j[:, None]
             elif OTHER == 2:
@@ -629,7 +636,7 @@ def _multiply(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
-    HELD: gl.constexpr, SIDES: gl.constexpr, BY_KEYS: gl.constexpr,
+    HELD: gl.constexpr, SIDES: gl.constexpr, BY_KEYS: gl.constexpr, LAID: gl.constexpr, SUM0: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys."""
     (
@@ -646,10 +653,7 @@ def _multiply(
     SUMS1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE1, 16])
     SUMSV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDEV, 16])
     DOWN: gl.constexpr = gl.SliceLayout(1, SCORES)
-    SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
     DCOL0: gl.constexpr = NORM0 or SAVE_COL0 or SUM0
-    # Numbers per key come beside the keys, where they are not columns of products.
-    LAID: gl.constexpr = HAS_COL0 and not SIDES
     done, turn = 0, 0
     place = num_keys - num_queries
     tiles = blocks * parts
@@ -856,6 +860,10 @@ def backward_keys(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     DTYPE: gl.constexpr = Q0.dtype
     GROUPS: gl.constexpr = 2 * BUFFERS
+    # Numbers per key come beside the keys, where they are not columns of products.
+    LAID: gl.constexpr = HAS_COL0 and not SIDES
+    # Keys have a share of the gradient of a head's scale.
+    SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
     k0s = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, E0], HALF)
     vs = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, V], HALF)
     q0s = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, E0], HALF)
@@ -868,7 +876,7 @@ def backward_keys(
     if STORE > 0:
         pairs = gl.allocate_shared_memory(DTYPE, [2, OWN, BLOCK], HALF)
     along = k0s
-    if HAS_COL0 and not SIDES:
+    if LAID:
         along = gl.allocate_shared_memory(gl.float32, [GROUPS, OWN], PLAIN)
     ys = k0s
     if OTHER == 1:
@@ -911,7 +919,7 @@ def backward_keys(
             mbarrier.init(used.index(s), count=1)
     for s in gl.static_range(GROUPS):
         # Keys themselves, and numbers beside them.
-        mbarrier.init(ready.index(s), count=2 if HAS_COL0 and not SIDES else 1)
+        mbarrier.init(ready.index(s), count=2 if LAID else 1)
         mbarrier.init(free.index(s), count=1)
     for s in gl.static_range(STAGES):
         # The copy itself, and the numbers beside it; both groups have to let go.
@@ -935,14 +943,14 @@ def backward_keys(
     if SUMMED:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, HAS_COL0, WANT0)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, LAID, SUM0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
                 (_sum, (summed, E0, BUFFERS, MODE0 == 2 and WANT0, FRESH)),
             ],
@@ -952,14 +960,14 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, HAS_COL0, WANT0)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, LAID, SUM0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
             ],
             [4, 4],

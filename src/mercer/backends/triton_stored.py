@@ -69,6 +69,7 @@ def stored_to_queries(
     sums = line + bh.to(tl.int64) * num_keys
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if BY_KEYS:
+        # Nothing asks for them; their share is in the sum all the same.
         q0 = dq0
         tl.store(DS0 + sums + n, none, mask=inside)
     else:
