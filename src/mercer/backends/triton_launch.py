@@ -127,8 +127,8 @@ def _norms(
     width = x.shape[-1]
     mode, number, log = (0, 1.0, NO_LOG) if slot is None else (slot.mode, slot.number, slot.log)
     helper(
-        "half_norms", (-(-shape[2] // 64), shape[0] * shape[1], 1),
-        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 64, "SPLIT": split,
+        "half_norms", (-(-shape[2] // 32), shape[0] * shape[1], 1),
+        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 32, "SPLIT": split,
          "FOR": spread_for or 0},
         (x, scale, out, out if columns is None else columns),
         (number, 0 if scale.numel() == 1 else 1, shape[1], shape[2], width, *strides_of(x, shape[0])),
