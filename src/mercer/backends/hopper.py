@@ -114,13 +114,13 @@ def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: T
         from . import triton_narrow, triton_wide
 
         constants = {name: c[name] for name in ("E0", "V", "MODE0", "LOG0", "FILTER", "SIMPLE")}
-        constants |= {"HAS_LOW": keeps} | ({} if wide else {"HAS_TOPS": tops})
-        constants |= {"SPREAD": c["HAS_COL0"], "STILL": p.still, "STAGES": 4 if wide else 3}
+        constants |= {"HAS_LOW": keeps, "SPREAD": c["HAS_COL0"], "STILL": p.still}
+        constants["STAGES"] = 4 if wide else 3
         if wide:
             grid = (min(2 * pairs * parts, processors(p.device)), 1, 1)
             launch = Launch(triton_wide.forward, grid, constants, {"num_warps": 4})
         else:
-            grid = (-(-num_queries // GROUP), parts, 1)
+            grid, constants["HAS_TOPS"] = (-(-num_queries // GROUP), parts, 1), tops
             options = {"num_warps": 4, "maxnreg": NARROW_REGISTERS}
             launch = Launch(triton_narrow.forward, grid, constants, options)
         p.launches["groups-forward", keeps, tops] = launch

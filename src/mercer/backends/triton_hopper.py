@@ -201,6 +201,19 @@ def _along(LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _ones(LAYOUT: gl.constexpr):
+    """What columns are multiplied by to be added up: the first three of them, as `triton_kernels._ones` has it."""
+    ones = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, LAYOUT)
+    return gl.where(_along(LAYOUT) < 3, ones, 0.0)
+
+
+@gluon.jit
+def _batch(stride, b):
+    """Where a batch lies: all lie at one place where they share it."""
+    return gl.where(stride == 0, 0, b)
+
+
+@gluon.jit
 def _beside(rows, s, WHAT: gl.constexpr, SIDES: gl.constexpr):
     """One number of each query of a block."""
     return rows.index(s * (2 if SIDES else 3) + WHAT)
@@ -282,10 +295,8 @@ def _copy(
     ticket, low, b, h, start, steps = _tell(turn, about, FILTER, STORE, FRESH, MODE0, SUM0)
     while ticket < blocks * parts:
         line = (b * num_heads + h).to(gl.int64) * num_queries
-        b0, b1 = gl.where(sqb0 == 0, 0, b), gl.where(sqb1 == 0, 0, b)
-        bt = gl.where(stb == 0, 0, b)
-        bk0, bk1 = gl.where(skb0 == 0, 0, b), gl.where(skb1 == 0, 0, b)
-        bv = gl.where(svb == 0, 0, b)
+        b0, b1, bt = _batch(sqb0, b), _batch(sqb1, b), _batch(stb, b)
+        bk0, bk1, bv = _batch(skb0, b), _batch(skb1, b), _batch(svb, b)
         # Where keys wait for those before them to be done with, their first queries do not.
         early = 0
         if BUFFERS == 1:
@@ -889,8 +900,7 @@ def backward_keys(
     if SIDES:
         THIN: gl.constexpr = gl.NVMMASharedLayout(32, 16)
         ones = gl.allocate_shared_memory(DTYPE, [BLOCK, COLUMNS], THIN)
-        one = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, FLAT)
-        ones.store(gl.where(_along(FLAT) < 3, one, 0.0).to(DTYPE))
+        ones.store(_ones(FLAT).to(DTYPE))
         sides = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, COLUMNS], THIN)
         cols = gl.allocate_shared_memory(DTYPE, [4, OWN, COLUMNS], THIN)
     ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .triton_hopper import BLOCK, OWN, _along, _within, barrier, load, store
+from .triton_hopper import BLOCK, OWN, _batch, _ones, _within, barrier, load, store
 from .triton_kernels import (
     COLUMNS,
     LN2,
@@ -66,11 +66,9 @@ def _weights(t, peak, rate, MODE0: gl.constexpr, STILL: gl.constexpr):
 
 @gluon.jit
 def _beside(DTYPE: gl.constexpr, SCORES: gl.constexpr):
-    """What queries have beside columns of keys: ones for three of them, and none for the fourth, for gradients."""
+    """What queries have beside columns of keys."""
     THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    ones = gl.full([OWN, COLUMNS], 1.0, gl.float32, THIN)
-    ones = gl.where(_along(THIN) < 3, ones, 0.0).to(DTYPE)
-    return gl.convert_layout(ones, gl.DotOperandLayout(0, SCORES, 2))
+    return gl.convert_layout(_ones(THIN).to(DTYPE), gl.DotOperandLayout(0, SCORES, 2))
 
 
 @gluon.jit
@@ -79,6 +77,16 @@ def _seen(i, first_key, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr):
     LENGTHS, IDS, stride_ids, num_keys, first = seeing
     j = first_key + gl.arange(0, BLOCK, ACROSS)
     return _visible(i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER)
+
+
+@gluon.jit
+def _shown(
+    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Scores of keys that are seen; between two places all see all."""
+    if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
+        t = gl.where(_seen(i, first_key, b, seeing, FILTER, ACROSS), t, float("-inf"))
+    return t
 
 
 @gluon.jit
@@ -120,8 +128,8 @@ def forward(
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
     E0: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr, FILTER: gl.constexpr,
-    SIMPLE: gl.constexpr, HAS_LOW: gl.constexpr, HAS_TOPS: gl.constexpr, SPREAD: gl.constexpr, STILL: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIMPLE: gl.constexpr, HAS_LOW: gl.constexpr, SPREAD: gl.constexpr, STILL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_TOPS: gl.constexpr,
 ):  # fmt: skip
     """out and log_mass of 64 queries of one head.
 
@@ -172,9 +180,9 @@ def forward(
     # Queries come where the last of the first values will, and leave for registers.
     q0 = vs.index(STAGES - 1)
     mbarrier.expect(ready, 2 * OWN * E0)
-    load(Q0, [gl.where(sqb0 == 0, 0, b), h, block * OWN, 0], ready, q0)
+    load(Q0, [_batch(sqb0, b), h, block * OWN, 0], ready, q0)
     sources, targets, fulls = (K0, K1, V_), (k0s, cols, vs), (full0, full1, full2)
-    batches = gl.where(skb0 == 0, 0, b), gl.where(skb1 == 0, 0, b), gl.where(svb == 0, 0, b)
+    batches = _batch(skb0, b), _batch(skb1, b), _batch(svb, b)
     heads = h // group0, h // group1, h // group_v
     for stage in gl.static_range(STAGES - 1):
         if stage < steps:
@@ -221,8 +229,7 @@ def forward(
             _copy(
                 start + ahead * BLOCK, ahead % STAGES, sources, targets, fulls, batches, heads, SPREAD
             )  # fmt: skip
-        if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
-            t = gl.where(_seen(i, first_key, b, seeing, FILTER, ACROSS), t, float("-inf"))
+        t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, ACROSS)
         p, peak, shrink = _weights(t, peak, rate, MODE0, STILL)
         if not STILL:
             THREADS: gl.constexpr = gl.SliceLayout(1, masses.type.layout)

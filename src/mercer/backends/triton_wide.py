@@ -19,6 +19,7 @@ from .triton_hopper import (
     BLOCK,
     OWN,
     REGISTERS,
+    _batch,
     _within,
     barrier,
     load,
@@ -31,7 +32,7 @@ from .triton_kernels import (
     _scale,
     _taken,
 )
-from .triton_narrow import _beside, _careful, _finished, _seen, _weights
+from .triton_narrow import _beside, _careful, _finished, _shown, _weights
 
 
 @gluon.jit
@@ -61,12 +62,6 @@ def _tile(turn, pairs, parts, num_heads):
 def _once_more(x):
     """The same number, of which the compiler does not know that."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
-
-
-@gluon.jit
-def _batch(stride, b):
-    """Where a batch lies: all lie at one place where they share it."""
-    return gl.where(stride == 0, 0, b)
 
 
 @gluon.jit
@@ -137,16 +132,6 @@ def _scores(
     t = warpgroup_mma(q, k0s.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
     if SPREAD:
         t = warpgroup_mma(q1, cols.index(s).permute((1, 0)), t, is_async=True)
-    return t
-
-
-@gluon.jit
-def _shown(
-    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr,
-):  # fmt: skip
-    """Scores of keys that are seen."""
-    if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
-        t = gl.where(_seen(i, first_key, b, seeing, FILTER, ACROSS), t, float("-inf"))
     return t
 
 
