@@ -213,7 +213,7 @@ def all_passes(
     for offset in range(0, batch * heads, count):
         own = min(count, batch * heads - offset)
         numbers = (*p.numbers(x.seed), offset)
-        launch = _keys(p, 1 if two else 0, own, store=_together(p), by_keys=_by_keys(p, lse))
+        launch = _keys(p, 1 if two else 0, own, store=_together(p), by_keys=scale_by_keys(p, lse))
         launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
@@ -327,7 +327,7 @@ def _columns(p: Plan) -> int:
     return whole if math.isinf(seen) else min(whole, _aligned(int(seen)) + 2 * GROUP)
 
 
-def _by_keys(p: Plan, lse: bool) -> bool:
+def scale_by_keys(p: Plan, lse: bool) -> bool:
     """Whether keys alone give the gradient of a head's scale, and nobody reads queries for it.
 
     Not with a gradient of log_mass, of which each query has a share of its own.
@@ -440,8 +440,8 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
         bm, bn, warps, stages = _to_queries(p)
         names: tuple[str, ...] = ("E0", "E1", "MODE0", "LOG0", "HAS_COL0", "FILTER")
         blocks = -(-p.static.shape[2] // bm)
-        own = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse, "BY_KEYS": _by_keys(p, lse)}
-        flags = own | flags
+        own = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse}
+        flags = own | {"BY_KEYS": scale_by_keys(p, lse)} | flags
     else:
         bm, bn, warps, stages = TO_KEYS
         names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)

@@ -390,8 +390,9 @@ def backward(
         _reduced(y, to) if slot.keys or not n else _zeros(to)
         for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
     ]
+    alone = stored and hopper.scale_by_keys(p, given_lse)
     scales = scales or [
-        _to_scales(y, to, slot, num_queries)
+        _to_scales(y, to, slot, num_queries, alone)
         for y, to, slot in zip(ds, given.scale, slots, strict=True)
     ]
     dscale = [
@@ -459,15 +460,16 @@ def _backward_keys(
         )  # fmt: skip
 
 
-def _to_scales(sums: Tensor, given: Tensor, slot: Slot, num_queries: int) -> Tensor:
-    """The gradients of scales from what each query and each key adds to them."""
+def _to_scales(sums: Tensor, given: Tensor, slot: Slot, num_queries: int, alone: bool) -> Tensor:
+    """The gradients of scales from what each query and each key adds to them; `alone`: each key."""
     if not sums.numel() or given.dim() == 3:
         return sums[..., :num_queries]
-    batch, heads, count = sums.shape
+    batch, heads, line = sums.shape
+    first = num_queries if alone else 0
     out = sums.new_empty(heads)
     helper(
         "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 8192}, (sums, given, out),
-        (batch, heads, count, 0 if given.numel() == 1 else 1), {"num_warps": 16},
+        (batch, heads, line, first, line - first, 0 if given.numel() == 1 else 1), {"num_warps": 16},
     )  # fmt: skip
     return out
 

@@ -152,10 +152,12 @@ def _store_scale(total, GIVEN, OUT, h, stride, LOG: tl.constexpr):
 
 
 @triton.jit
-def sum_to_scale(SUMS, GIVEN, OUT, batch, heads, count, stride, LOG: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The gradient of a head's scale, or of what it was formed from, of sums [B, H, count]."""
+def sum_to_scale(
+    SUMS, GIVEN, OUT, batch, heads, line, first, count, stride, LOG: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The gradient of a head's scale, or of what it was formed from, of `count` of sums [B, H, line]."""
     h = tl.program_id(0).to(tl.int64)
-    total = _of_head(SUMS, h, batch, heads, count, 0, count, BLOCK)
+    total = _of_head(SUMS, h, batch, heads, line, first, count, BLOCK)
     _store_scale(total, GIVEN, OUT, h, stride, LOG)
 
 

@@ -26,7 +26,7 @@ def stored_to_queries(
     HAS_COL0: tl.constexpr, FILTER: tl.constexpr, NORM0: tl.constexpr, WANT0: tl.constexpr,
     HAS_LSE: tl.constexpr, BY_KEYS: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq and dscale of one block of queries; BY_KEYS: keys gave what these have of that, and they are not read."""
+    """dq and dscale of one block of queries; BY_KEYS: keys gave all of that, and queries are not read."""
     part = tl.program_id(1)
     bh = part + offset
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -68,11 +68,8 @@ def stored_to_queries(
         ds0 += _of_columns(dq1, ref0)
     sums = line + bh.to(tl.int64) * num_keys
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-    if BY_KEYS:
-        # Nothing asks for them; their share is in the sum all the same.
-        q0 = dq0
-        tl.store(DS0 + sums + n, none, mask=inside)
-    else:
+    q0 = dq0
+    if not BY_KEYS:
         q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     _store_queries(
         dq0, ds0, none, q0, none, scale0, ref0 * moved, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0,
