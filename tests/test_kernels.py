@@ -314,6 +314,19 @@ def test_t5_buckets_are_those_of_t5():
     assert kernel.bucket(away).tolist() == want
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_table_of_buckets_by_distance_needs_no_copy(learns):
+    """The same numbers, side by side, whether or not they have a gradient."""
+    kernel = mc.Buckets(nn.Parameter(torch.randn(32, HEADS)), max_distance=40)
+    q = torch.randn(1, HEADS, 5, DIM)
+    with torch.set_grad_enabled(learns):
+        table = kernel.terms(q, q)[0].relative.table
+    away = torch.arange(-40, 41)
+    assert torch.equal(table[0, :, 0].mT, kernel.table[kernel.bucket(away)])
+    assert table.requires_grad == learns
+    assert table.stride(-1) == 1
+
+
 def test_a_kernel_is_a_module_whose_parameters_train():
     kernel = mc.RBF(heads=2) * mc.Lookup(nn.Parameter(torch.zeros(3, 4)))
     assert {n for n, _ in kernel.named_parameters()} == {

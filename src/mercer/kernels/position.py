@@ -307,7 +307,11 @@ def _by_distance(most: int, bidirectional: bool, dtype: torch.dtype, table: Tens
         return bucket(away, buckets, most, bidirectional)
 
     index = constant(("buckets", buckets, most, bidirectional), device, make)
-    return table.to(dtype)[index].mT[None, :, None]
+    table = table.to(dtype).mT
+    # As kernels read it, place by place; the faster way adds up gradients in no fixed order.
+    learns = table.requires_grad and torch.is_grad_enabled()
+    found = table[:, index] if learns else table.index_select(1, index)
+    return found[None, :, None]
 
 
 def bucket(away: Tensor, buckets: int, most: int, bidirectional: bool) -> Tensor:
