@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import mercer as mc
 from mercer import nn as mn
@@ -274,6 +275,25 @@ def test_a_gaussian_layer_is_kept(adaptive):
     layer.backend = "triton"
     error = (layer(x) - wanted).float().norm() / wanted.float().norm()
     assert error < (2e-2 if CUDA else 1e-5)
+
+
+@fused
+def test_where_nothing_learns_other_derivatives_are_still_refused():
+    """Kernels run without autograd then; what has no rule must not come out as a constant."""
+    device = torch.device("cuda" if CUDA else "cpu")
+    kernel = mc.RBF([1.0, 2.0], trainable=False).to(device)
+    q, k, v = (torch.randn(2, 2, 40, 16, device=device) for _ in range(3))
+
+    def run(x):
+        return mc.smooth(kernel, x, k, v, backend="triton")
+
+    for _ in range(4):
+        assert run(q).grad_fn is None
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+            run(forward_ad.make_dual(q, torch.ones_like(q)))
+        with pytest.raises(RuntimeError, match="vmap"):
+            torch.func.vmap(run)(q[None])
+    assert [type(x) for x in recall._known.values()] == [recall.Recipe]
 
 
 @fused

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..links import Matern12, Matern32, Matern52, Power, Rational
 from ..operators import fake, learns, operator
@@ -183,7 +184,7 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
     if compiling:
         out, lse, _, _ = fused(list(given), *bias, *data, static.text(), static.sizes())
     else:
-        out, lse = _Fused.apply(static, *data, *bias, *given)
+        out, lse = _call(static, *data, *bias, *given)
     if task.log_mass and not summed:
         plain = [f.row for f in task.term.factors if f.link is None and f.row is not None]
         if plain:
@@ -191,7 +192,7 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
     if formed is None:
         return Smoothed(out, lse)
     tensors = tuple(formed.get(id(x), x) for x in (*data, *bias, *given))
-    return Repeatable.of(out, lse, Again(_Fused.apply, static, tensors))
+    return Repeatable.of(out, lse, Again(_call, static, tensors))
 
 
 def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -> tuple[Bias, int]:
@@ -263,6 +264,16 @@ def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
 
 
 TURNS["cuda"] = _turn
+
+
+def _call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and log_mass; where nothing learns, without what autograd takes of the host."""
+    # These have derivatives of their own, which would be left out without a word.
+    others = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if static.trains or others:
+        return _Fused.apply(static, *given)
+    out, lse, *_ = play("forward", static, given, partial(_start, static))
+    return out, lse
 
 
 class _Fused(torch.autograd.Function):
