@@ -36,15 +36,18 @@ def test_few_are_kept_and_none_that_is_large(monkeypatch):
     assert [key for key, *_ in constants._kept] == ["b", "d"]
 
 
-def test_what_inference_makes_is_not_kept():
-    kernel, x = mc.Exponential() * mc.ALiBi([0.5, 0.25]), torch.randn(1, 2, 9, 4)
+def test_what_inference_makes_is_kept_for_inference_alone():
+    kernel, x = mc.Exponential() * mc.Buckets(torch.randn(8, 2)), torch.randn(1, 2, 9, 4)
     with torch.inference_mode():
-        alone = mc.smooth(kernel, x, x, x, filter=mc.Causal())
-    assert not constants._kept
-    x.requires_grad_()
+        alone = [mc.smooth(kernel, x, x, x, filter=mc.Causal()) for _ in range(2)]
+        made = list(constants._kept.values())
+    assert made and all(found.is_inference() for found in made)
+    kernel.kernels[1].table.requires_grad_()
     out = mc.smooth(kernel, x, x, x, filter=mc.Causal())
     out.sum().backward()
-    assert torch.allclose(out, alone, atol=1e-6)
+    assert len(constants._kept) == 2 * len(made)
+    assert torch.equal(alone[0], alone[1])
+    assert torch.allclose(out, alone[0], atol=1e-6)
 
 
 def test_slopes_that_change_are_read_anew():

@@ -21,9 +21,8 @@ _lock = threading.Lock()
 
 def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
     """make(), or what it gave for the same key before; nobody may write to it or learn it."""
-    # Compiled graphs form what they need; captured ones must, since they outlive what is kept. And
-    # what was made in inference mode cannot take part in a gradient.
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    # Compiled graphs form what they need; captured ones must, since they outlive what is kept.
+    if torch.compiler.is_compiling():
         return make()
     stream = 0
     if device.type == "cuda":
@@ -31,7 +30,8 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
             return make()
         # Another stream would have to wait for this one.
         stream = torch.cuda.current_stream(device).cuda_stream
-    key = (key, device, stream)
+    # What was made in inference mode cannot take part in a gradient.
+    key = (key, device, stream, torch.is_inference_mode_enabled())
     with _lock:
         found = _kept.get(key)
         if found is not None:
