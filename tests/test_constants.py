@@ -36,14 +36,17 @@ def test_few_are_kept_and_none_that_is_large(monkeypatch):
     assert [key for key, *_ in constants._kept] == ["b", "d"]
 
 
-def test_what_inference_makes_is_kept_for_inference_alone():
-    kernel, x = mc.Exponential() * mc.Buckets(torch.randn(8, 2)), torch.randn(1, 2, 9, 4)
+@pytest.mark.parametrize("positions", [mc.ALiBi([0.5, 0.25]), mc.Buckets(torch.randn(8, 2))])
+def test_what_inference_makes_is_kept_for_inference_alone(positions):
+    kernel, x = mc.Exponential() * positions, torch.randn(1, 2, 9, 4)
     with torch.inference_mode():
         alone = [mc.smooth(kernel, x, x, x, filter=mc.Causal()) for _ in range(2)]
         made = list(constants._kept.values())
     assert made
     assert all(found.is_inference() for found in made)
-    kernel.kernels[1].table.requires_grad_()
+    x.requires_grad_()
+    for own in positions.buffers():
+        own.requires_grad_()
     out = mc.smooth(kernel, x, x, x, filter=mc.Causal())
     out.sum().backward()
     assert len(constants._kept) == 2 * len(made)

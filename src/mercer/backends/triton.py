@@ -268,12 +268,17 @@ TURNS["cuda"] = _turn
 
 def _call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and log_mass; where nothing learns, without what autograd takes of the host."""
-    # These have derivatives of their own, which would be left out without a word.
-    others = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if static.trains or others:
+    learns = static.trains or torch._C._are_functorch_transforms_active()
+    # These, too, have derivatives, of another kind, which would be left out without a word.
+    if learns or forward_ad._current_level >= 0:
         return _Fused.apply(static, *given)
-    out, lse, *_ = play("forward", static, given, partial(_start, static))
+    out, lse, *_ = _played(static, given)
     return out, lse
+
+
+def _played(static: Static, given: Sequence[Tensor | None]) -> list[Any]:
+    """What `_start` gives, perhaps by the tape of an earlier call."""
+    return play("forward", static, given, partial(_start, static))
 
 
 class _Fused(torch.autograd.Function):
@@ -285,7 +290,7 @@ class _Fused(torch.autograd.Function):
         table: Tensor | None, asking: Tensor | None, by: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given = (lengths, ids, seed, table, asking, by, *tensors)
-        out, lse, low, *ready = play("forward", static, given, partial(_start, static))
+        out, lse, low, *ready = _played(static, given)
         ctx.static, ctx.count = static, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, low, *ready, *given)

@@ -309,8 +309,7 @@ def _by_distance(most: int, bidirectional: bool, dtype: torch.dtype, table: Tens
     index = constant(("buckets", buckets, most, bidirectional), device, make)
     table = table.to(dtype).mT
     # As kernels read it, place by place; the faster way adds up gradients in no fixed order.
-    learns = table.requires_grad and torch.is_grad_enabled()
-    found = table[:, index] if learns else table.index_select(1, index)
+    found = table[:, index] if table.requires_grad else table.index_select(1, index)
     return found[None, :, None]
 
 
