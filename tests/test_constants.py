@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.setattr(constants, "_kept", type(constants._kept)())
+    monkeypatch.setattr(constants, "_for_graphs", {})
 
 
 def test_the_same_key_gives_the_same_tensor():
@@ -36,12 +37,77 @@ def test_few_are_kept_and_none_that_is_large(monkeypatch):
     assert [key for key, *_ in constants._kept] == ["b", "d"]
 
 
+def test_what_a_graph_reads_is_never_let_go(monkeypatch):
+    monkeypatch.setattr(constants, "MOST", 1)
+    monkeypatch.setattr(constants, "FOR_GRAPHS", 20)
+    assert constants._captured(("a", CPU, False)) is None
+    first = constant("a", CPU, lambda: torch.ones(4))
+    assert constants._captured(("a", CPU, True)) is None
+    assert constants._captured(("a", CPU, False)) is first
+    second = constant("b", CPU, lambda: torch.ones(1))
+    assert constants._captured(("b", CPU, False)) is second
+    constant("c", CPU, lambda: torch.ones(1))
+    assert [key for key, *_ in constants._kept] == ["c"]
+    assert constants._captured(("a", CPU, False)) is first
+    # There is no more room.
+    assert constants._captured(("c", CPU, False)) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", ["buckets", "sinusoids", "slopes"])
+def test_a_captured_graph_reads_what_was_kept(name):
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    kernel = {
+        "buckets": mc.Exponential() * mc.Buckets(torch.randn(8, 2)),
+        "sinusoids": mc.Exponential() * mc.RelativeSinusoid(),
+        "slopes": mc.Exponential() * mc.ALiBi([0.5, 0.25]),
+    }[name].cuda()
+    q, k, v = some(1, 2, 1, 64), some(1, 2, 99, 64), some(1, 2, 99, 64)
+    if name == "sinusoids":
+        q = mc.Features(content=q, relative=some(1, 2, 1, 64))
+
+    def call() -> torch.Tensor:
+        return mc.smooth(kernel, q, k, v, filter=mc.Causal())
+
+    with torch.no_grad():
+        anew, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            # Kernels are compiled before; on this stream nothing is kept for the next.
+            wanted = call()
+        torch.cuda.synchronize()
+        made = len(constants._kept)
+        constants._kept.clear()
+        with torch.cuda.graph(anew):
+            formed = call()
+        assert not constants._for_graphs
+        for _ in range(2):
+            call()
+        with torch.cuda.graph(graph):
+            read = call()
+        assert len(constants._for_graphs) == made > 0
+        # What is not kept any more is written over.
+        constants._kept.clear()
+        others = [torch.full((2**20,), 7.0, device="cuda") for _ in range(16)]
+        for run, out in ((anew, formed), (graph, read)):
+            run.replay()
+            assert torch.equal(out, wanted)
+        for kept in constants._for_graphs.values():
+            kept.tensor.zero_()
+        anew.replay()
+        graph.replay()
+        assert torch.equal(formed, wanted)
+        assert not torch.equal(read, wanted)
+        assert all(bool((other == 7.0).all()) for other in others)
+
+
 @pytest.mark.parametrize("positions", [mc.ALiBi([0.5, 0.25]), mc.Buckets(torch.randn(8, 2))])
 def test_what_inference_makes_is_kept_for_inference_alone(positions):
     kernel, x = mc.Exponential() * positions, torch.randn(1, 2, 9, 4)
     with torch.inference_mode():
         alone = [mc.smooth(kernel, x, x, x, filter=mc.Causal()) for _ in range(2)]
-        made = list(constants._kept.values())
+        made = [kept.tensor for kept in constants._kept.values()]
     assert made
     assert all(found.is_inference() for found in made)
     x.requires_grad_()

@@ -1,6 +1,7 @@
 """Tensors that are the same in every call, such as sinusoids of places, kept for the next one.
 
-On a GPU each of the small steps that form them takes the host longer than the device.
+On a GPU each of the small steps that form them takes the host longer than the device, and a graph
+that is captured would take them in every run.
 """
 
 from __future__ import annotations
@@ -8,40 +9,85 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# How many are kept, of those that are not larger than so many bytes.
-MOST, LARGEST = 16, 2**23
+# How many are kept, of those that are not larger than so many bytes; and how many bytes at most are
+# kept for good, for captured graphs.
+MOST, LARGEST, FOR_GRAPHS = 16, 2**23, 2**28
 
-_kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+
+class Kept(NamedTuple):
+    """A tensor, and when it lies in memory; None where it does as soon as it is made."""
+
+    tensor: Tensor
+    formed: torch.cuda.Event | None
+
+    @property
+    def size(self) -> int:
+        return self.tensor.numel() * self.tensor.dtype.itemsize
+
+
+_kept: OrderedDict[tuple[Hashable, ...], Kept] = OrderedDict()
+# Those that captured graphs read, whatever stream they were made on.
+_for_graphs: dict[tuple[Hashable, ...], Kept] = {}
 _lock = threading.Lock()
 
 
 def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
     """make(), or what it gave for the same key before; nobody may write to it or learn it."""
-    # Compiled graphs form what they need; captured ones must, since they outlive what is kept.
+    # Compiled graphs form what they need.
     if torch.compiler.is_compiling():
         return make()
     stream = 0
+    # What was made in inference mode cannot take part in a gradient.
+    inference = torch.is_inference_mode_enabled()
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return make()
+            found = _captured((key, device, inference))
+            return make() if found is None else found
         # Another stream would have to wait for this one.
         stream = torch.cuda.current_stream(device).cuda_stream
-    # What was made in inference mode cannot take part in a gradient.
-    key = (key, device, stream, torch.is_inference_mode_enabled())
+    place = (key, device, inference, stream)
     with _lock:
-        found = _kept.get(key)
-        if found is not None:
-            _kept.move_to_end(key)
-            return found
+        before = _kept.get(place)
+        if before is not None:
+            _kept.move_to_end(place)
+            return before.tensor
     with torch.no_grad():
-        found = make()
-    if found.numel() * found.dtype.itemsize <= LARGEST:
+        kept = Kept(make(), _now(device))
+    if kept.size <= LARGEST:
         with _lock:
-            _kept[key] = found
+            _kept[place] = kept
             if len(_kept) > MOST:
                 _kept.popitem(last=False)
-    return found
+    return kept.tensor
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """What a stream of the device has been told to do by now, for others to wait for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(external=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _captured(place: tuple[Hashable, ...]) -> Tensor | None:
+    """One that was made before, for a graph that is captured; None if there is none.
+
+    The graph may run as long as the process does, so it is never let go, and each run waits until
+    it has been formed.
+    """
+    with _lock:
+        found = _for_graphs.get(place)
+        if found is None:
+            found = next((kept for at, kept in _kept.items() if at[:-1] == place), None)
+            if found is None or found.size + sum(x.size for x in _for_graphs.values()) > FOR_GRAPHS:
+                return None
+            _for_graphs[place] = found
+    if found.formed is not None:
+        torch.cuda.current_stream(found.tensor.device).wait_event(found.formed)
+    return found.tensor

@@ -71,17 +71,24 @@ def _kept_sinusoids(
     first: int, stop: int, width: int, base: float, like: Tensor, wide: bool
 ) -> Tensor:
     def make() -> Tensor:
-        places = torch.arange(first, stop, device=like.device)
-        return _form_sinusoid(places, width, base, like.dtype, wide)
+        return _form_run(first, stop, width, base, like, wide)
 
     key = ("run of sinusoids", first, stop, width, base, like.dtype, wide)
     return constant(key, like.device, make)
+
+
+def _form_run(first: int, stop: int, width: int, base: float, like: Tensor, wide: bool) -> Tensor:
+    places = torch.arange(first, stop, device=like.device)
+    return _form_sinusoid(places, width, base, like.dtype, wide)
 
 
 @operator
 def copy_sinusoids(
     first: int, stop: int, width: int, base: float, like: Tensor, wide: bool
 ) -> Tensor:
+    # Graphs that compiled code captures have memory of their own, which is not ours to keep.
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _form_run(first, stop, width, base, like, wide)
     # Compiled code may write to what an operator gives.
     return _kept_sinusoids(first, stop, width, base, like, wide).clone()
 
