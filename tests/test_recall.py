@@ -278,13 +278,21 @@ def test_a_gaussian_layer_is_kept(adaptive):
 
 
 @fused
-def test_where_nothing_learns_other_derivatives_are_still_refused():
+@pytest.mark.parametrize("turns", [False, True])
+def test_where_nothing_learns_other_derivatives_are_still_refused(turns):
     """Kernels run without autograd then; what has no rule must not come out as a constant."""
     device = torch.device("cuda" if CUDA else "cpu")
+    dtype = torch.bfloat16 if CUDA else torch.float32
     kernel = mc.RBF([1.0, 2.0], trainable=False).to(device)
-    q, k, v = (torch.randn(2, 2, 40, 16, device=device) for _ in range(3))
+    q, k, v = (torch.randn(2, 2, 40, 16, device=device, dtype=dtype) for _ in range(3))
+    if turns:
+        kernel = mc.Exponential() * mc.RelativeSinusoid()
+        # Features of their own: only coefficients have a derivative.
+        content = torch.randn_like(q)
 
     def run(x):
+        if turns:
+            x = mc.Features(content=content, relative=x)
         return mc.smooth(kernel, x, k, v, backend="triton")
 
     for _ in range(4):

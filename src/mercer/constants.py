@@ -49,7 +49,7 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
             found = _captured((key, device, inference))
             return make() if found is None else found
         # Another stream would have to wait for this one.
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
     place = (key, device, inference, stream)
     with _lock:
         before = _kept.get(place)

@@ -244,15 +244,19 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
         ctx.save_for_backward(waves)
-        (found,) = play("turn", 1.0, (x, waves), partial(_turned, 1.0))
-        return found
+        return _turned_by(1.0, x, waves)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (waves,) = ctx.saved_tensors
-        (found,) = play("turn", -1.0, (grad, waves), partial(_turned, -1.0))
-        return found, None
+        return _turned_by(-1.0, grad, waves), None
+
+
+def _turned_by(sign: float, x: Tensor, waves: Tensor) -> Tensor:
+    """What `_turned` gives, perhaps by the tape of an earlier call."""
+    (found,) = play("turn", sign, (x, waves), partial(_turned, sign))
+    return found
 
 
 def _turned(sign: float, x: Tensor, waves: Tensor) -> list[Tensor]:
@@ -260,7 +264,10 @@ def _turned(sign: float, x: Tensor, waves: Tensor) -> list[Tensor]:
 
 
 def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
-    return None if _unavailable(c.device.type) else _Turn.apply(c, waves)
+    if _unavailable(c.device.type):
+        return None
+    learns = c.requires_grad and torch.is_grad_enabled()
+    return _Turn.apply(c, waves) if _derives(learns) else _turned_by(1.0, c, waves)
 
 
 TURNS["cuda"] = _turn
@@ -268,12 +275,16 @@ TURNS["cuda"] = _turn
 
 def _call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and log_mass; where nothing learns, without what autograd takes of the host."""
-    learns = static.trains or torch._C._are_functorch_transforms_active()
-    # These, too, have derivatives, of another kind, which would be left out without a word.
-    if learns or forward_ad._current_level >= 0:
+    if _derives(static.trains):
         return _Fused.apply(static, *given)
     out, lse, *_ = _played(static, given)
     return out, lse
+
+
+def _derives(learns: bool) -> bool:
+    """Whether a call may have a derivative: as it learns, or another, which has to be refused."""
+    transformed = torch._C._are_functorch_transforms_active()
+    return learns or transformed or forward_ad._current_level >= 0
 
 
 def _played(static: Static, given: Sequence[Tensor | None]) -> list[Any]:
