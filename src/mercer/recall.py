@@ -142,14 +142,16 @@ def _attributes(
     module: nn.Module, facts: list[Any], tensors: list[Any], held: list[object]
 ) -> bool:
     facts.append(type(module))
-    for name, value in module.__dict__.items():
-        if name not in COMMON:
-            facts.append(id(value))
-            held.append(value)
+    own = [value for name, value in module.__dict__.items() if name not in COMMON]
+    facts += map(id, own)
+    held += own
     for group in (module._parameters, module._buffers):
-        tensors += [x for x in group.values() if x is not None]
-    children = module._modules.values()
-    return all(child is not None and read(child, facts, tensors, held) for child in children)
+        if group:
+            tensors += [x for x in group.values() if x is not None]
+    for child in module._modules.values():
+        if child is None or not read(child, facts, tensors, held):
+            return False
+    return True
 
 
 # Kernels of which a call may be kept: no attribute of theirs changes but by being set anew.
