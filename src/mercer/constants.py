@@ -17,6 +17,8 @@ from torch import Tensor
 # How many are kept, of those that are not larger than so many bytes; and how many bytes at most are
 # kept for good, for captured graphs.
 MOST, LARGEST, FOR_GRAPHS = 16, 2**23, 2**28
+# Whether a captured graph can wait for what was told to a stream before: not known of ROCm.
+WAITS = torch.version.hip is None
 
 
 class Kept(NamedTuple):
@@ -46,7 +48,7 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
     inference = torch.is_inference_mode_enabled()
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            found = _captured((key, device, inference))
+            found = _captured((key, device, inference)) if WAITS else None
             return make() if found is None else found
         # Another stream would have to wait for this one.
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -68,7 +70,7 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
     """What a stream of the device has been told to do by now, for others to wait for."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not WAITS:
         return None
     event = torch.cuda.Event(external=True)
     event.record(torch.cuda.current_stream(device))
