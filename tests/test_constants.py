@@ -74,7 +74,7 @@ def test_a_captured_graph_reads_what_was_kept(name):
     with torch.no_grad():
         anew, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream()):
-            # Kernels are compiled before; on this stream nothing is kept for the next.
+            # Kernels are compiled before anything is captured.
             wanted = call()
         torch.cuda.synchronize()
         made = len(constants._kept)

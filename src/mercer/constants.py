@@ -27,10 +27,6 @@ class Kept(NamedTuple):
     tensor: Tensor
     formed: torch.cuda.Event | None
 
-    @property
-    def size(self) -> int:
-        return self.tensor.numel() * self.tensor.dtype.itemsize
-
 
 _kept: OrderedDict[tuple[Hashable, ...], Kept] = OrderedDict()
 # Those that captured graphs read, whatever stream they were made on.
@@ -60,7 +56,7 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
             return before.tensor
     with torch.no_grad():
         kept = Kept(make(), _now(device))
-    if kept.size <= LARGEST:
+    if kept.tensor.nbytes <= LARGEST:
         with _lock:
             _kept[place] = kept
             if len(_kept) > MOST:
@@ -70,9 +66,9 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
     """What a stream of the device has been told to do by now, for others to wait for."""
-    if device.type != "cuda" or not WAITS:
+    if device.type != "cuda":
         return None
-    event = torch.cuda.Event(external=True)
+    event = torch.cuda.Event(external=WAITS)
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -87,7 +83,8 @@ def _captured(place: tuple[Hashable, ...]) -> Tensor | None:
         found = _for_graphs.get(place)
         if found is None:
             found = next((kept for at, kept in _kept.items() if at[:-1] == place), None)
-            if found is None or found.size + sum(x.size for x in _for_graphs.values()) > FOR_GRAPHS:
+            held = sum(kept.tensor.nbytes for kept in _for_graphs.values())
+            if found is None or held + found.tensor.nbytes > FOR_GRAPHS:
                 return None
             _for_graphs[place] = found
     if found.formed is not None:

@@ -266,8 +266,9 @@ def _turned(sign: float, x: Tensor, waves: Tensor) -> list[Tensor]:
 def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
     if _unavailable(c.device.type):
         return None
-    learns = c.requires_grad and torch.is_grad_enabled()
-    return _Turn.apply(c, waves) if _derives(learns) else _turned_by(1.0, c, waves)
+    if _derives(c.requires_grad and torch.is_grad_enabled()):
+        return _Turn.apply(c, waves)
+    return _turned_by(1.0, c, waves)
 
 
 TURNS["cuda"] = _turn
@@ -281,10 +282,10 @@ def _call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _derives(learns: bool) -> bool:
-    """Whether a call may have a derivative: as it learns, or another, which has to be refused."""
-    transformed = torch._C._are_functorch_transforms_active()
-    return learns or transformed or forward_ad._current_level >= 0
+def _derives(trains: bool) -> bool:
+    """Whether a call may have a derivative: as it trains, or another, which has to be refused."""
+    other = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return trains or other
 
 
 def _played(static: Static, given: Sequence[Tensor | None]) -> list[Any]:
