@@ -50,6 +50,8 @@ WATCHED = 64
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
 TO_KEYS = (64, 128, 8, 4)
+# Warps and stages of the one for two such blocks.
+SHARED = (4, 3)
 
 
 # Gluon, the language they are in, changes with every Triton: those that they were run with. They
@@ -189,8 +191,11 @@ def keys(
 def all_passes(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
     of_queries: tuple[Any, ...], lse: bool,
-) -> None:  # fmt: skip
-    """The pass over keys, and all that follows from what it stores, some heads at a time."""
+) -> list[Tensor]:  # fmt: skip
+    """The pass over keys, and all that follows from what it stores, some heads at a time.
+
+    Gradients of scales come back where all heads came at once, and their sums with them.
+    """
     c, static = p.constants, p.static
     batch, heads, _ = static.shape
     dq, ds, *_ = of_queries
@@ -206,6 +211,9 @@ def all_passes(
         describe(x.k[1], bn, c["E1"]) if two else second,
         x.q[0], x.scale[0], ready.col0, lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
     )  # fmt: skip
+    shares = _shares(p, lse)
+    scales = [ds[0].new_empty(heads)] if _scales(p, lse) else []
+    two_blocks = (*to_queries[:2], x.scale[0], lengths, dq[0], ds[0], *(scales or ds[:1]))
     to_keys: tuple[Any, ...] = ()
     if two:
         bm, bn = TO_KEYS[:2]
@@ -215,9 +223,13 @@ def all_passes(
         numbers = (*p.numbers(x.seed), offset)
         launch = _keys(p, 1 if two else 0, own, store=_together(p), by_keys=scale_by_keys(p, lse))
         launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
-        _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
+        if shares:
+            _reader(p, "stored_to_two", own, lse)(two_blocks, numbers)
+        else:
+            _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
+    return scales
 
 
 def sums(p: Plan, grad: Tensor) -> bool:
@@ -299,6 +311,18 @@ def _own_last(p: Plan) -> bool:
 def _to_queries(p: Plan) -> tuple[int, int, int, int]:
     short = min(p.num_keys, _window(p)) <= SHORT
     return TO_SHORT if short and not p.constants["E1"] else TO_QUERIES
+
+
+def _shares(p: Plan, lse: bool) -> bool:
+    """Whether two blocks of queries share keys, where only gradients of queries are wanted."""
+    slot = p.static.slots[0]
+    return _to_queries(p) == TO_SHORT and (not slot.wants or scale_by_keys(p, lse))
+
+
+def _scales(p: Plan, lse: bool) -> bool:
+    """Whether these programs sum up gradients of scales as well: of all sequences at once."""
+    batch, heads, _ = p.static.shape
+    return _shares(p, lse) and scale_by_keys(p, lse) and _share(p) == batch * heads
 
 
 def _together(p: Plan) -> int:
@@ -442,6 +466,13 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
         blocks = -(-p.static.shape[2] // bm)
         own = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse}
         flags = own | {"BY_KEYS": scale_by_keys(p, lse)} | flags
+    elif name == "stored_to_two":
+        bm, bn, _, _ = TO_SHORT
+        warps, stages = SHARED
+        names, scale = ("E0", "MODE0", "LOG0", "FILTER"), _scales(p, lse)
+        flags = {"SCALE": scale} | flags
+        # The first of a head is not for queries then.
+        blocks = -(-p.static.shape[2] // (2 * bm)) + scale
     else:
         bm, bn, warps, stages = TO_KEYS
         names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)

@@ -593,15 +593,21 @@ def _bits_beyond(dtype):
 
 
 @triton.jit
-def _taken(out, rounded, DTYPE: tl.constexpr):
-    """What rounding to half precision took: eight more bits, to be added to those of the rounded number."""
+def _taken(out, DTYPE: tl.constexpr):
+    """What rounding to half precision takes: eight more bits, to be added to those of the rounded number."""
     SHIFT: tl.constexpr = _bits_beyond(DTYPE)
-    near = rounded.to(tl.float32)
-    bits = near.to(tl.int32, bitcast=True)
-    taken = (out.to(tl.int32, bitcast=True) - bits + (1 << (SHIFT - 1))) >> SHIFT
-    taken = tl.maximum(tl.minimum(taken, 127), -128)
-    # Nothing of what is not finite.
-    return tl.where(tl.abs(near) < float("inf"), taken, 0).to(tl.int8)
+    bits = out.to(tl.int32, bitcast=True)
+    if SHIFT < 8:
+        rounded = out.to(DTYPE).to(tl.float32)
+        near = rounded.to(tl.int32, bitcast=True)
+    else:
+        # Rounded by hand: numbers that are converted one by one, not two by two, take four times as long.
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    taken = tl.minimum(bits - near + (1 << (SHIFT - 1)), (128 << SHIFT) - 1) >> SHIFT
+    if SHIFT < 8:
+        # What ends float16 is far from it, and what is too small for all of its bits may be.
+        taken = tl.where(tl.abs(rounded) < float("inf"), tl.maximum(taken, -128), 0)
+    return taken
 
 
 @triton.jit
@@ -616,10 +622,10 @@ def _given_back(rounded, taken, DTYPE: tl.constexpr):
 @triton.jit
 def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
     """Store an output, and what rounding takes from it: the backward needs <dO, O> better."""
-    rounded = out.to(OUT.dtype.element_ty)
-    tl.store(OUT + offset, rounded, mask=mask)
+    tl.store(OUT + offset, out.to(OUT.dtype.element_ty), mask=mask)
     if HAS_LOW:
-        tl.store(LOW + offset, _taken(out, rounded, OUT.dtype.element_ty), mask=mask)
+        taken = _taken(out, OUT.dtype.element_ty)
+        tl.store(LOW + offset, taken.to(tl.int8), mask=mask)
 
 
 @triton.jit

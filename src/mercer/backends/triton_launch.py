@@ -376,7 +376,7 @@ def backward(
     if summed:
         scales = [hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)]
     elif stored:
-        hopper.all_passes(x, p, ready, rows, of_keys, within, given_lse)
+        scales = hopper.all_passes(x, p, ready, rows, of_keys, within, given_lse)
     elif banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))

@@ -30,9 +30,9 @@ from .triton_kernels import (
     LOG2E,
     _key_range,
     _scale,
-    _taken,
+    _stretch,
 )
-from .triton_narrow import _beside, _careful, _finished, _shown, _weights
+from .triton_narrow import _beside, _careful, _finished, _lay_low, _seen, _weights
 
 
 @gluon.jit
@@ -56,12 +56,6 @@ def _tile(turn, pairs, parts, num_heads):
     pair = gl.minimum(gl.maximum(pair, 0), pairs * parts - 1)
     bh, early = pair // pairs, pair % pairs
     return gl.where(late, 2 * pairs - 1 - early, early), bh // num_heads, bh % num_heads, some
-
-
-@gluon.jit
-def _once_more(x):
-    """The same number, of which the compiler does not know that."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -93,6 +87,7 @@ def _copy(
         start, steps, _, _ = _range(
             block * 2 * OWN, 2 * OWN, b, first, LENGTHS, num_queries, num_keys, FILTER
         )
+        steps = gl.maximum(steps, 1)
         for own in gl.static_range(2):
             mbarrier.wait(free.index(own), (turn & 1) ^ 1)
             mbarrier.expect(ready.index(own), 2 * OWN * E0)
@@ -132,6 +127,35 @@ def _scores(
     t = warpgroup_mma(q, k0s.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
     if SPREAD:
         t = warpgroup_mma(q1, cols.index(s).permute((1, 0)), t, is_async=True)
+    return t
+
+
+@gluon.jit
+def _shown(
+    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Scores of keys that are seen; between two places all see all."""
+    LENGTHS, _, _, num_keys, first = seeing
+    STRETCH: gl.constexpr = _stretch(FILTER)
+    if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
+        if len(STRETCH) > 0:
+            # Each query sees one stretch of keys: an addition and a comparison, of numbers without a sign,
+            # for each pair, since keys of a thread are the same but for multiples of 8.
+            start = i + STRETCH[0] - max(STRETCH[1], 0)
+            stop = gl.minimum(i + STRETCH[0] + 1, num_keys)
+            if FILTER[0][3] >= 0:
+                start = gl.maximum(start, first - FILTER[0][3])
+            if FILTER[0][7]:
+                stop = gl.minimum(stop, gl.load(LENGTHS + b).to(gl.int32))
+            none = (start >= stop) | (STRETCH[1] < 0)
+            after = gl.where(none, -BLOCK, first_key - start)
+            last = gl.where(none, 0, stop - 1 - start).to(gl.uint32, bitcast=True)
+            n = gl.arange(0, BLOCK, ACROSS)
+            away = after[:, None] + (n % 8)[None, :] + (n // 8 * 8)[None, :]
+            seen = away.to(gl.uint32, bitcast=True) <= last[:, None]
+        else:
+            seen = _seen(i, first_key, b, seeing, FILTER, ACROSS)
+        t = gl.where(seen, t, float("-inf"))
     return t
 
 
@@ -228,8 +252,10 @@ def _multiply(
         mine, count, sure_start, sure_stop = _range(
             low, OWN, b, first, LENGTHS, num_queries, num_keys, FILTER
         )
-        begin = gl.minimum(gl.maximum(mine - start, 0) // BLOCK, steps)
-        end = gl.minimum(begin + count, steps)
+        # At least one block, even if none of it is seen.
+        steps = gl.maximum(steps, 1)
+        begin = gl.minimum(gl.maximum(mine - start, 0) // BLOCK, steps - 1)
+        end = gl.minimum(begin + gl.maximum(count, 1), steps)
         if not SIMPLE:
             sure_start = num_keys
         line = (b * num_heads + h).to(gl.int64) * num_queries
@@ -237,25 +263,23 @@ def _multiply(
         inside = n < num_queries
         i = n + place
         rate = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0) * LOG2E
+        _skip(0, begin, done, full, fuller, empty, STAGES)
         mbarrier.wait(ready.index(own), turn & 1)
+        q = qs.index(own).load(gl.DotOperandLayout(0, SCORES, 2))
+        t = _scores(done + begin, q, q1, none, k0s, cols, full, SPREAD, STAGES)
         peak = gl.full([OWN], float("-inf"), gl.float32, DOWN)
         if STILL:
             # Of a key at no distance.
             x = qs.index(own).load(FEATURES).to(gl.float32)
             peak = 0.5 * gl.convert_layout(gl.sum(x * x, 1), DOWN) * rate
-        q = qs.index(own).load(gl.DotOperandLayout(0, SCORES, 2))
         fence_async_shared()
         mbarrier.arrive(free.index(own), count=1)
         masses = _within(none)
         acc = gl.zeros([OWN, V], gl.float32, SUMS)
-        _skip(0, begin, done, full, fuller, empty, STAGES)
-        p, shrink = gl.convert_layout(none.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2)), peak
-        if begin < end:
-            t = _scores(done + begin, q, q1, none, k0s, cols, full, SPREAD, STAGES)
-            t = warpgroup_mma_wait(0, (t,))
-            first_key = start + begin * BLOCK
-            t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, ACROSS)
-            p, peak, masses, shrink = _formed(t, peak, rate, masses, DTYPE, MODE0, STILL, SUMS)
+        t = warpgroup_mma_wait(0, (t,))
+        first_key = start + begin * BLOCK
+        t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, ACROSS)
+        p, peak, masses, shrink = _formed(t, peak, rate, masses, DTYPE, MODE0, STILL, SUMS)
         for step in range(begin + 1, end):
             if not STILL:
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
@@ -271,23 +295,19 @@ def _multiply(
             p, peak, masses, shrink = _formed(t, peak, rate, masses, DTYPE, MODE0, STILL, SUMS)
             acc = warpgroup_mma_wait(0, (sums,))
             mbarrier.arrive(empty.index(last % STAGES), count=1)
-        if begin < end:
-            last = done + end - 1
-            mbarrier.wait(fuller.index(last % STAGES), (last // STAGES) & 1)
-            if not STILL:
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            acc = warpgroup_mma(p, vs.index(last % STAGES), acc)
-            mbarrier.arrive(empty.index(last % STAGES), count=1)
-        _skip(end, steps, done, full, fuller, empty, STAGES)
-        # Worked out again, which takes no registers meanwhile.
-        block, b, h, some = _tile(_once_more(turn), pairs, parts, num_heads)
-        low = (2 * block + own) * OWN
-        line = (b * num_heads + h).to(gl.int64) * num_queries
-        n = low + gl.arange(0, OWN, DOWN)
-        inside = n < num_queries
+        last = done + end - 1
+        mbarrier.wait(fuller.index(last % STAGES), (last // STAGES) & 1)
+        if not STILL:
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+        sums = warpgroup_mma(p, vs.index(last % STAGES), acc, is_async=True)
+        # Meanwhile, what comes next.
         mass = gl.convert_layout(gl.sum(masses, 1), DOWN)
+        next_block, next_b, next_h, some = _tile(turn + 1, pairs, parts, num_heads)
+        acc = warpgroup_mma_wait(0, (sums,))
+        mbarrier.arrive(empty.index(last % STAGES), count=1)
+        _skip(end, steps, done, full, fuller, empty, STAGES)
         # NaN where a sum is not finite.
-        fine = gl.convert_layout(gl.sum(acc * 0.0, 1), DOWN) == 0.0
+        fine = gl.convert_layout(gl.sum(acc, 1) * 0.0, DOWN) == 0.0
         if STILL:
             fine = fine & (mass > 1e-30)
         if gl.min((fine | (n >= num_queries)).to(gl.int32), 0) == 0:
@@ -301,13 +321,12 @@ def _multiply(
             come += 2 * count
         out, lse = _finished(acc, mass, peak, SUMS)
         gl.store(LSE + line + n, lse, mask=inside)
-        rounded = out.to(DTYPE)
         # What left before leaves room.
         tma.store_wait(0)
         barrier()
-        outs.index(own).store(rounded)
+        outs.index(own).store(out.to(DTYPE))
         if HAS_LOW:
-            lows.index(own).store(_taken(out, rounded, DTYPE))
+            _lay_low(lows.index(own), out, DTYPE)
         fence_async_shared()
         barrier()
         store(OUT, [b, h, low, 0], outs.index(own))
@@ -315,7 +334,7 @@ def _multiply(
             store(LOW, [b, h, low, 0], lows.index(own))
         done += steps
         turn += 1
-        block, b, h, some = _tile(turn, pairs, parts, num_heads)
+        block, b, h = next_block, next_b, next_h
     tma.store_wait(0)
 
 
