@@ -252,7 +252,10 @@ def test_heads_take_turns_where_pairs_are_many(name, monkeypatch):
     monkeypatch.setattr(hopper, "PAIRS", 3 * 384 * 384)
     monkeypatch.setattr(hopper, "LEAST", 0)
     in_turn, *_ = run(name, torch.bfloat16, monkeypatch)
-    assert all(torch.equal(got[name], in_turn[name]) for name in got)
+    for what in got:
+        # Gradients of scales are added up by others then, in another order.
+        equal = torch.allclose if got[what].numel() <= 2 else torch.equal
+        assert equal(got[what], in_turn[what]), what
 
 
 @pytest.mark.parametrize("rounds", [0, 1000], ids=["head-by-head", "longest-first"])
@@ -418,3 +421,32 @@ def test_queries_far_from_all_keys_have_weights(name):
         want = mc.smooth(kernel.double(), *wide, filter=filter, backend="reference")
     assert (got.double() - want).abs().max() < 0.05
     assert got[:, :, 100:110].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
+def test_programs_do_again_what_they_have_noted(make, programs, monkeypatch):
+    """Queries far from all keys, and values that are not finite, in turns far apart."""
+    kernel, filter, heads = make().to(DEVICE), mc.Causal(), 23
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 300, 128, device=DEVICE).bfloat16() for _ in range(3))
+    for head, place in ((0, 70), (17, 5), (22, 250)):
+        q[:, head, place] *= 40.0
+    spoiled = torch.zeros(1, heads, 300, dtype=torch.bool, device=DEVICE)
+    for head, place in ((3, 40), (21, 280)):
+        v[:, head, place, 7] = math.inf
+        spoiled[:, head, place:] = True
+    monkeypatch.setattr(triton_plan, "_plans", {})
+    monkeypatch.setattr(tapes, "_tapes", {})
+    monkeypatch.setattr(hopper, "processors", lambda device: programs)
+    with torch.no_grad():
+        got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)
+        wide = (x.double() for x in (q, k, v))
+        want = mc.smooth(
+            kernel.double(), *wide, filter=filter, backend="reference", return_log_mass=True
+        )
+    assert not got[0][spoiled].isfinite().any()
+    for x, y in zip(got, want, strict=True):
+        error = (x.double() - y)[~spoiled]
+        assert error.norm() < 0.01 * y[~spoiled].norm()
+        assert error.abs().max() < 0.05 * y[~spoiled].abs().max()
