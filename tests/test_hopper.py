@@ -425,7 +425,7 @@ def test_queries_far_from_all_keys_have_weights(name):
 
 @pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
-def test_programs_do_again_what_they_have_noted(make, programs, monkeypatch):
+def test_programs_do_again_what_has_to_be(make, programs, monkeypatch):
     """Queries far from all keys, and values that are not finite, in turns far apart."""
     kernel, filter, heads = make().to(DEVICE), mc.Causal(), 23
     torch.manual_seed(0)

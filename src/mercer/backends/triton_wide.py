@@ -20,7 +20,6 @@ from .triton_hopper import (
     OWN,
     REGISTERS,
     _batch,
-    _landed,
     _within,
     barrier,
     load,
@@ -34,9 +33,6 @@ from .triton_kernels import (
     _stretch,
 )
 from .triton_narrow import _beside, _careful, _finished, _lay_low, _seen, _weights
-
-# Turns that a thread notes by one bit each.
-NOTED = gl.constexpr(32)
 
 
 @gluon.jit
@@ -177,39 +173,17 @@ def _formed(
 
 
 @gluon.jit
-def _leave(own, out, b, h, low, OUT, LOW, outs, lows, HAS_LOW: gl.constexpr):
-    """Has the outputs of 64 queries copied to memory, and what rounding takes from them."""
-    # What left before leaves room.
-    tma.store_wait(0)
-    barrier()
-    outs.index(own).store(out.to(outs.dtype))
-    if HAS_LOW:
-        _lay_low(lows.index(own), out, outs.dtype)
-    fence_async_shared()
-    barrier()
-    store(OUT, [b, h, low, 0], outs.index(own))
-    if HAS_LOW:
-        store(LOW, [b, h, low, 0], lows.index(own))
-
-
-@gluon.jit
 def _again(
-    own, turn, come, inputs, q1, E0: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
-    FILTER: gl.constexpr, HAS_LOW: gl.constexpr, SPREAD: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+    own, inputs, q, q1, low, b, h, line, come, E0: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr,
+    LOG0: gl.constexpr, FILTER: gl.constexpr, SPREAD: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """A turn of before, with a peak that is looked for, and values that are not finite; block by block.
-
-    come: how often something was copied for this so far; it comes back with what this has added.
-    """
+    """The same with a peak that is looked for, and values that are not finite; block by block."""
     (
-        Q0, K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE, outs, lows, thin, once, sqb0, skb0, skb1, svb, stride_ids, ss0,
-        group0, group1, group_v, number0, pairs, parts, num_heads, num_queries, num_keys, first,
+        K0, K1, V_, S0, LENGTHS, IDS, outs, thin, once, skb0, skb1, svb, stride_ids, ss0, group0, group1, group_v,
+        number0, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     DOWN: gl.constexpr = gl.SliceLayout(1, SCORES)
     ACROSS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    two, b, h, _ = _tile(turn, pairs, parts, num_heads)
-    low = (2 * two + own) * OWN
-    line = (b * num_heads + h).to(gl.int64) * num_queries
     bk, bc, bv = _batch(skb0, b), _batch(skb1, b), _batch(svb, b)
     start, steps, _, _ = _range(low, OWN, b, first, LENGTHS, num_queries, num_keys, FILTER)
     n = low + gl.arange(0, OWN, DOWN)
@@ -221,14 +195,7 @@ def _again(
     mass = gl.zeros([OWN], gl.float32, DOWN)
     peak = gl.full([OWN], float("-inf"), gl.float32, DOWN)
     seeing = LENGTHS, IDS, stride_ids, num_keys, first
-    # Not before what this turn has given lies in memory.
-    _landed()
-    barrier()
-    mbarrier.expect(bar, 2 * OWN * E0)
-    load(Q0, [_batch(sqb0, b), h, low, 0], bar, block)
-    mbarrier.wait(bar, come & 1)
-    q = block.load(gl.DotOperandLayout(0, SCORES, 2))
-    come += 1
+    tma.store_wait(0)
     for step in range(steps):
         key = start + step * BLOCK
         fence_async_shared()
@@ -249,10 +216,7 @@ def _again(
         acc, mass, peak = _careful(
             t, block, acc, mass, peak, rate, i, key, b, seeing, MODE0, FILTER, SUMS, ACROSS
         )
-    out, lse = _finished(acc, mass, peak, SUMS)
-    gl.store(LSE + line + n, lse, mask=n < num_queries)
-    _leave(own, out, b, h, low, OUT, LOW, outs, lows, HAS_LOW)
-    return come + 2 * steps
+    return acc, mass, peak, steps
 
 
 @gluon.jit
@@ -262,8 +226,8 @@ def _multiply(
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 queries."""
     (
-        Q0, K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE, qs, k0s, cols, vs, outs, lows, thin, ready, free, full, fuller, empty,
-        once, sqb0, skb0, skb1, svb, stride_ids, ss0, group0, group1, group_v, number0, pairs, parts, num_heads, num_queries,
+        K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE, qs, k0s, cols, vs, outs, lows, thin, ready, free, full, fuller, empty,
+        once, skb0, skb1, svb, stride_ids, ss0, group0, group1, group_v, number0, pairs, parts, num_heads, num_queries,
         num_keys, first,
     ) = inputs  # fmt: skip
     DTYPE: gl.constexpr = k0s.dtype
@@ -278,12 +242,7 @@ def _multiply(
         q1 = _beside(DTYPE, SCORES)
     none = gl.zeros([OWN, BLOCK], gl.float32, SCORES)
     seeing = LENGTHS, IDS, stride_ids, num_keys, first
-    again = (
-        Q0, K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE, outs, lows, thin, once, sqb0, skb0, skb1, svb, stride_ids, ss0,
-        group0, group1, group_v, number0, pairs, parts, num_heads, num_queries, num_keys, first,
-    )  # fmt: skip
     done, turn, come = 0, 0, 0
-    marks = _within(none).to(gl.int32)
     block, b, h, some = _tile(turn, pairs, parts, num_heads)
     while some:
         low = (2 * block + own) * OWN
@@ -347,30 +306,34 @@ def _multiply(
         acc = warpgroup_mma_wait(0, (sums,))
         mbarrier.arrive(empty.index(last % STAGES), count=1)
         _skip(end, steps, done, full, fuller, empty, STAGES)
-        # Whether all is well is for each thread to note, and for all to hear when some turns are done.
-        found = gl.sum(gl.sum(acc.reshape([OWN, V // 8, 4, 2]), 3), 1)
-        ROWS: gl.constexpr = gl.SliceLayout(1, found.type.layout)
         # NaN where a sum is not finite.
-        fine = found * 0.0 == 0.0
+        fine = gl.convert_layout(gl.sum(acc, 1) * 0.0, DOWN) == 0.0
         if STILL:
-            fine = fine & (gl.convert_layout(mass, ROWS) > 1e-30)[:, None]
-        fine = fine | (low + gl.arange(0, OWN, ROWS) >= num_queries)[:, None]
-        notes = gl.where(fine, 0, 1 << turn % NOTED)
-        marks = gl.convert_layout(notes, marks.type.layout) | marks
+            fine = fine & (mass > 1e-30)
+        if gl.min((fine | (n >= num_queries)).to(gl.int32), 0) == 0:
+            again = (
+                K0, K1, V_, S0, LENGTHS, IDS, outs, thin, once, skb0, skb1, svb, stride_ids, ss0, group0, group1, group_v,
+                number0, num_queries, num_keys, first,
+            )  # fmt: skip
+            acc, mass, peak, count = _again(
+                own, again, q, q1, low, b, h, line, come, E0, V, MODE0, LOG0, FILTER, SPREAD, SCORES, SUMS,
+            )  # fmt: skip
+            come += 2 * count
         out, lse = _finished(acc, mass, peak, SUMS)
         gl.store(LSE + line + n, lse, mask=inside)
-        _leave(own, out, b, h, low, OUT, LOW, outs, lows, HAS_LOW)
+        # What left before leaves room.
+        tma.store_wait(0)
+        barrier()
+        outs.index(own).store(out.to(DTYPE))
+        if HAS_LOW:
+            _lay_low(lows.index(own), out, DTYPE)
+        fence_async_shared()
+        barrier()
+        store(OUT, [b, h, low, 0], outs.index(own))
+        if HAS_LOW:
+            store(LOW, [b, h, low, 0], lows.index(own))
         done += steps
         turn += 1
-        if (turn % NOTED == 0) | ~some:
-            noted = gl.reduce_or(gl.reduce_or(marks, 1), 0)
-            if noted != 0:
-                for past in range((turn - 1) // NOTED * NOTED, turn):
-                    if (noted >> past % NOTED) & 1:
-                        come = _again(
-                            own, past, come, again, q1, E0, V, MODE0, LOG0, FILTER, HAS_LOW, SPREAD, SCORES, SUMS
-                        )  # fmt: skip
-            marks = marks & 0
         block, b, h = next_block, next_b, next_h
     tma.store_wait(0)
 
@@ -425,8 +388,8 @@ def forward(
         group1, group_v, pairs, parts, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     multiply = (
-        Q0, K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE, qs, k0s, cols, vs, outs, lows, thin, ready, free, full, fuller, empty,
-        once, sqb0, skb0, skb1, svb, stride_ids, ss0, group0, group1, group_v, number0, pairs, parts, num_heads, num_queries,
+        K0, K1, V_, S0, LENGTHS, IDS, OUT, LOW, LSE, qs, k0s, cols, vs, outs, lows, thin, ready, free, full, fuller, empty,
+        once, skb0, skb1, svb, stride_ids, ss0, group0, group1, group_v, number0, pairs, parts, num_heads, num_queries,
         num_keys, first,
     )  # fmt: skip
     gl.warp_specialize(
