@@ -601,7 +601,7 @@ def _taken(out, DTYPE: tl.constexpr):
         rounded = out.to(DTYPE).to(tl.float32)
         near = rounded.to(tl.int32, bitcast=True)
     else:
-        # Rounded by hand: numbers that are converted one by one, not two by two, take four times as long.
+        # Rounded by hand: numbers that are converted one by one, not two by two, take longer.
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     taken = tl.minimum(bits - near + (1 << (SHIFT - 1)), (128 << SHIFT) - 1) >> SHIFT
     if SHIFT < 8:
