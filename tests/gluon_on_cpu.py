@@ -8,6 +8,7 @@ seen.
 
 import builtins
 import inspect
+import math
 import queue
 import random
 import re
@@ -114,8 +115,9 @@ class Shared:
         return Shared(self.data.permute(order))
 
     def _reinterpret(self, dtype, shape, layout):
-        # What was there is lost, and what will be there for others is not.
-        return Shared(torch.full(shape, 99, dtype=dtype))
+        # What was there is lost.
+        data = self.data.view(-1).view(dtype)[: math.prod(shape)].view(shape)
+        return Shared(data.fill_(99))
 
     def load(self, layout):
         return self.data.clone()
@@ -136,6 +138,50 @@ def bits(x, dtype):
     if dtype is torch.uint32:
         return x.to(torch.int64) & (2**32 - 1)
     return (x if x.is_floating_point() else x.to(torch.int32)).view(dtype)
+
+
+def word(x):
+    """The last 32 bits of whole numbers, with a sign."""
+    return (x + 2**31) % 2**32 - 2**31
+
+
+def permuted(a, b, order):
+    """Four bytes of eight, those of a and then those of b."""
+    found = 0
+    for n in range(4):
+        which = order >> 4 * n & 7
+        byte = torch.where(which < 4, a >> 8 * which, b >> 8 * (which % 4)) & 255
+        found = found | byte << 8 * n
+    return word(found)
+
+
+def words(code, given):
+    """What instructions for one thread give, where threads lie along the last axis."""
+    numbers = {f"${n}": torch.as_tensor(x).to(torch.int64) for n, x in enumerate(given, 1)}
+
+    def read(name):
+        return numbers[name] if name in numbers else torch.tensor(int(name, 0))
+
+    def rounded(a, b):
+        halves = (x.to(torch.int32).view(torch.float32).bfloat16() for x in (a, b))
+        high, low = (x.view(torch.int16).to(torch.int64) for x in halves)
+        return word((high << 16) + (low & 65535))
+
+    def swapped(x, distance, *_):
+        return x[..., torch.arange(x.shape[-1]) ^ distance]
+
+    known = {
+        "cvt.rn.bf16x2.f32": rounded, "prmt.b32": permuted, "shfl.sync.bfly.b32": swapped,
+        "and.b32": lambda a, b: word(a & b), "shl.b32": lambda a, b: word(a << b),
+        "sub.s32": lambda a, b: word(a - b), "add.s32": lambda a, b: word(a + b),
+        "min.s32": torch.minimum,
+    }  # fmt: skip
+    for line in code.strip("{ }").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name and name != ".reg":
+            target, *operands = rest.split(", ")
+            numbers[target] = known[name](*map(read, operands))
+    return numbers["$0"].to(torch.int32)
 
 
 class Engine:
@@ -194,8 +240,8 @@ class Engine:
         """Those that kernels have in so many words."""
         if code.startswith("cvt.rni.s32.f32"):
             return given[0].round().to(dtype)
-        if code.startswith("mov.b32 $0, $1"):
-            return given[0]
+        if code.startswith("{"):
+            return words(code, given)
         if code.startswith("ld.relaxed.gpu"):
             self.pause()
             return load(given[0])
@@ -283,6 +329,7 @@ def module(name, programs, seed):
         atomic_add=engine.atomic_add, range=lambda *ends, **_: range(*ends),
         minimum=both(torch.fmin), maximum=both(torch.fmax), abs=torch.abs, exp=torch.exp,
         exp2=torch.exp2, log2=torch.log2, sum=torch.sum, max=torch.amax, min=torch.amin,
+        split=lambda x: x.unbind(-1),
         sqrt=torch.sqrt, trans=torch.t,
         float32=torch.float32, int32=torch.int32, uint32=torch.uint32, int64=torch.int64,
         float16=torch.float16, int8=torch.int8,
@@ -309,7 +356,7 @@ def module(name, programs, seed):
             async_load=engine.load, async_store=engine.store, store_wait=engine.store_wait
         ),
     )  # fmt: skip
-    gluon = SimpleNamespace(jit=jit, language=language)
+    gluon = SimpleNamespace(jit=jit, constexpr_function=lambda fn: fn, language=language)
     sources = {
         "triton": SimpleNamespace(jit=jit, constexpr_function=lambda fn: fn, language=language),
         "triton.language": language,

@@ -149,10 +149,10 @@ def _shown(
                 stop = gl.minimum(stop, gl.load(LENGTHS + b).to(gl.int32))
             none = (start >= stop) | (STRETCH[1] < 0)
             after = gl.where(none, -BLOCK, first_key - start)
-            last = gl.where(none, 0, stop - 1 - start).to(gl.uint32, bitcast=True)
+            last = gl.where(none, 0, stop - 1 - start)
             n = gl.arange(0, BLOCK, ACROSS)
             away = after[:, None] + (n % 8)[None, :] + (n // 8 * 8)[None, :]
-            seen = away.to(gl.uint32, bitcast=True) <= last[:, None]
+            seen = away.to(gl.uint32, bitcast=True) <= last.to(gl.uint32, bitcast=True)[:, None]
         else:
             seen = _seen(i, first_key, b, seeing, FILTER, ACROSS)
         t = gl.where(seen, t, float("-inf"))
