@@ -533,11 +533,9 @@ def test_what_rounding_takes_comes_back(dtype):
     exact = near & (x.abs() >= few)
     assert (error <= x.abs() * torch.finfo(dtype).eps / 250)[exact].all()
     assert (error <= before)[near].all()
-    # What is not finite stays what it was; what bfloat16 rounds to infinity may not.
+    # What is not finite stays what it was.
     assert torch.equal(got[~near].isnan(), rounded[~near].isnan())
-    lost = x.isfinite() & ~near & (dtype == torch.bfloat16)
-    assert not got[~near & ~lost].isfinite().any()
-    assert (error <= x.abs() * 2**-15)[lost].all()
+    assert not got[~near].isfinite().any()
 
 
 @pytest.mark.parametrize("home", ["triton_narrow", "triton_wide"])

@@ -194,7 +194,7 @@ def all_passes(
 ) -> list[Tensor]:  # fmt: skip
     """The pass over keys, and all that follows from what it stores, some heads at a time.
 
-    Gradients of scales come back where all heads came at once, and their sums with them.
+    Gradients of scales come back where they are summed up on the way.
     """
     c, static = p.constants, p.static
     batch, heads, _ = static.shape
@@ -205,15 +205,17 @@ def all_passes(
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), x.v)
     lengths = tensors[8]
     bm, bn, *_ = _to_queries(p)
-    second = describe(ready.columns, bn, 16) if p.spread else x.v
-    to_queries = (
-        describe(pairs, bn, bm), describe(x.k[0], bn, c["E0"]),
-        describe(x.k[1], bn, c["E1"]) if two else second,
-        x.q[0], x.scale[0], ready.col0, lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
-    )  # fmt: skip
-    shares = _shares(p, lse)
-    scales = [ds[0].new_empty(heads)] if _scales(p, lse) else []
-    two_blocks = (*to_queries[:2], x.scale[0], lengths, dq[0], ds[0], *(scales or ds[:1]))
+    shares, scales = _shares(p, lse), []
+    to_queries: tuple[Any, ...] = (describe(pairs, bn, bm), describe(x.k[0], bn, c["E0"]))
+    if shares:
+        scales = [ds[0].new_empty(heads)] if scale_by_keys(p, lse) else []
+        to_queries += (x.scale[0], lengths, dq[0], ds[0], *(scales or ds[:1]))
+    else:
+        second = describe(ready.columns, bn, 16) if p.spread else x.v
+        to_queries += (
+            describe(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
+            lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
+        )  # fmt: skip
     to_keys: tuple[Any, ...] = ()
     if two:
         bm, bn = TO_KEYS[:2]
@@ -224,7 +226,9 @@ def all_passes(
         launch = _keys(p, 1 if two else 0, own, store=_together(p), by_keys=scale_by_keys(p, lse))
         launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
         if shares:
-            _reader(p, "stored_to_two", own, lse)(two_blocks, numbers)
+            # With the last heads, all have given their shares to scales.
+            last = bool(scales) and offset + own == batch * heads
+            _reader(p, "stored_to_two", own, lse, last)(to_queries, numbers)
         else:
             _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
@@ -317,12 +321,6 @@ def _shares(p: Plan, lse: bool) -> bool:
     """Whether two blocks of queries share keys, where only gradients of queries are wanted."""
     slot = p.static.slots[0]
     return _to_queries(p) == TO_SHORT and (not slot.wants or scale_by_keys(p, lse))
-
-
-def _scales(p: Plan, lse: bool) -> bool:
-    """Whether these programs sum up gradients of scales as well: of all sequences at once."""
-    batch, heads, _ = p.static.shape
-    return _shares(p, lse) and scale_by_keys(p, lse) and _share(p) == batch * heads
 
 
 def _together(p: Plan) -> int:
@@ -451,8 +449,8 @@ def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, 
     return blocks, parts, last, together
 
 
-def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
-    key = (name, heads, lse)
+def _reader(p: Plan, name: str, heads: int, lse: bool, last: bool = False) -> Launch:
+    key = (name, heads, lse, last)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -469,10 +467,9 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     elif name == "stored_to_two":
         bm, bn, _, _ = TO_SHORT
         warps, stages = SHARED
-        names, scale = ("E0", "MODE0", "LOG0", "FILTER"), _scales(p, lse)
-        flags = {"SCALE": scale} | flags
+        names, flags = ("E0", "MODE0", "LOG0", "FILTER"), {"SCALE": last} | flags
         # The first of a head is not for queries then.
-        blocks = -(-p.static.shape[2] // (2 * bm)) + scale
+        blocks = -(-p.static.shape[2] // (2 * bm)) + last
     else:
         bm, bn, warps, stages = TO_KEYS
         names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)

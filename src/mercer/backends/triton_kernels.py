@@ -598,25 +598,23 @@ def _taken(out, DTYPE: tl.constexpr):
     SHIFT: tl.constexpr = _bits_beyond(DTYPE)
     bits = out.to(tl.int32, bitcast=True)
     if SHIFT < 8:
-        rounded = out.to(DTYPE).to(tl.float32)
-        near = rounded.to(tl.int32, bitcast=True)
+        near = out.to(DTYPE).to(tl.float32)
+        near = near.to(tl.int32, bitcast=True)
     else:
         # Rounded by hand: numbers that are converted one by one, not two by two, take longer.
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     taken = tl.minimum(bits - near + (1 << (SHIFT - 1)), (128 << SHIFT) - 1) >> SHIFT
-    if SHIFT < 8:
-        # What ends float16 is far from it, and what is too small for all of its bits may be.
-        taken = tl.where(tl.abs(rounded) < float("inf"), tl.maximum(taken, -128), 0)
-    return taken
+    # What ends float16 is far from it, and what is too small for all of its bits may be.
+    return tl.maximum(taken, -128) if SHIFT < 8 else taken
 
 
 @triton.jit
 def _given_back(rounded, taken, DTYPE: tl.constexpr):
-    """What `_taken` was called for, but for its last bits."""
+    """What `_taken` was called for, but for its last bits; what is not finite stays so."""
     SHIFT: tl.constexpr = _bits_beyond(DTYPE)
     near = rounded.to(tl.float32)
     bits = near.to(tl.int32, bitcast=True) + (taken.to(tl.int32) << SHIFT)
-    return bits.to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(near) < float("inf"), bits.to(tl.float32, bitcast=True), near)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from .triton_backward import _of_columns, _reference, _store_queries
 from .triton_kernels import (
     COLUMNS,
     _block,
-    _down,
     _key_range,
     _query_blocks,
     _row_of,
@@ -27,6 +26,18 @@ TILE = tl.constexpr(128)
 BEYOND = tl.constexpr(2**28)
 # Gradients of a scale that are added at a time.
 SUMMANDS = tl.constexpr(2048)
+
+
+@triton.jit
+def _seen_keys(
+    block, b, first, lengths, num_queries, num_keys, BM: tl.constexpr, FILTER: tl.constexpr
+):
+    """The keys that a block of queries may see; none if there is no such block."""
+    low = block * BM
+    place = num_keys - num_queries
+    high = tl.minimum(low + BM, num_queries) - 1 + place
+    start, stop, _, _ = _key_range(low + place, high, b, first, lengths, num_keys, FILTER)
+    return tl.maximum(start, 0), tl.where(low < num_queries, stop, 0)
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
@@ -46,7 +57,6 @@ def stored_to_queries(
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     n = block * BM + tl.arange(0, BM)
-    place = num_keys - num_queries
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
     none = tl.zeros((BM,), tl.float32)
@@ -54,10 +64,8 @@ def stored_to_queries(
     EACH: tl.constexpr = WANT0 and MODE0 == 2 and HAS_COL0
     dq0 = tl.zeros((BM, E0), tl.float32)
     dq1 = tl.zeros((BM, E1 if E1 > 0 else COLUMNS), tl.float32)
-    low = block * BM + place
-    high = tl.minimum(block * BM + BM, num_queries) - 1 + place
-    start, stop, _, _ = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
-    start = tl.maximum(start, 0) // BN * BN
+    start, stop = _seen_keys(block, b, first, LENGTHS, num_queries, num_keys, BM, FILTER)
+    start = start // BN * BN
     h0, h1 = h // group0, h // group1
     for key in tl.range(start, stop, BN):
         tile = key // TILE * TILE
@@ -96,18 +104,6 @@ def stored_to_queries(
         )  # fmt: skip
 
 
-@triton.jit
-def _seen_keys(
-    block, b, first, lengths, num_queries, num_keys, BM: tl.constexpr, FILTER: tl.constexpr
-):
-    """The keys that a block of queries may see; none if there is no such block."""
-    low = block * BM
-    place = num_keys - num_queries
-    high = tl.minimum(low + BM, num_queries) - 1 + place
-    start, stop, _, _ = _key_range(low + place, high, b, first, lengths, num_keys, FILTER)
-    return tl.maximum(start, 0), tl.where(low < num_queries, stop, 0)
-
-
 @triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
 def stored_to_two(
     PAIRS, K0, S0, LENGTHS, DQ0, DS0, DSCALE,
@@ -120,7 +116,7 @@ def stored_to_two(
 ):  # fmt: skip
     """dq of two blocks of queries, which share keys; of one slot, where nobody asks for more.
 
-    SCALE: the program before the first of each head sums up what keys have given its scale, in all sequences.
+    SCALE: these are the last heads, and programs before the first of each sum up what all keys have given scales.
     """
     part = tl.program_id(1)
     bh = part + offset
@@ -130,10 +126,13 @@ def stored_to_two(
     start0, stop0 = _seen_keys(block, b, first, LENGTHS, num_queries, num_keys, BM, FILTER)
     start1, stop1 = _seen_keys(block + 1, b, first, LENGTHS, num_queries, num_keys, BM, FILTER)
     start = tl.where(stop1 > start1, tl.minimum(start0, start1), start0) // BN * BN
-    if SCALE and (tl.program_id(0) == 0) & (bh < num_heads):
-        batch, count = tl.num_programs(1) // num_heads, num_queries + num_keys
-        total = _of_head(DS0, h, batch, num_heads, count, num_queries, num_keys, SUMMANDS)
-        _store_scale(total, S0, DSCALE, h, ss0, LOG0)
+    sums = line + bh.to(tl.int64) * num_keys
+    if SCALE and tl.program_id(0) == 0:
+        batch, count = (offset + tl.num_programs(1)) // num_heads, num_queries + num_keys
+        for head in tl.range(part, num_heads, tl.num_programs(1)):
+            of = tl.cast(head, tl.int64)
+            total = _of_head(DS0, of, batch, num_heads, count, num_queries, num_keys, SUMMANDS)
+            _store_scale(total, S0, DSCALE, of, ss0, LOG0)
     dq0 = tl.zeros((BM, E0), tl.float32)
     dq1 = tl.zeros((BM, E0), tl.float32)
     for key in tl.range(start, tl.maximum(stop0, stop1), BN):
@@ -147,15 +146,16 @@ def stored_to_two(
         row = tl.where((key + BN > start1) & (key < stop1), key, BEYOND)
         u = tl.trans(PAIRS.load([0, part, row, block * BM + BM - origin]).reshape(BN, BM))
         dq1 = tl.dot(u, k, dq1)
-    e = tl.arange(0, E0)
+    none = tl.zeros((BM,), tl.float32)
     for own in tl.static_range(2):
         n = (block + own) * BM + tl.arange(0, BM)
-        inside = n < num_queries
-        scale = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
+        scale = _scale(S0, number0, ss0, h, line, n, n < num_queries, MODE0, LOG0)
         rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-        dq = (dq0 if own == 0 else dq1) * _down(scale, MODE0)
-        target = DQ0 + rows[:, None] * e0 + e[None, :]
-        tl.store(target, dq.to(DQ0.dtype.element_ty), mask=inside[:, None] & (e < e0)[None, :])
+        dq = dq0 if own == 0 else dq1
+        _store_queries(
+            dq, none, none, dq, none, scale, none, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0, E0,
+            MODE0, 0, False, False, False, False, False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
