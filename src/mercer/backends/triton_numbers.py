@@ -99,7 +99,8 @@ def deltas(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """<dO, O> - dlog_mass of every row, and log_mass to the base 2."""
-    bh = tl.program_id(1)
+    # The last heads first: what the forward gave of them may still be in the cache.
+    bh = tl.num_programs(1) - 1 - tl.program_id(1)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     _form_deltas(
         GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, bh, n, num_heads, length, width, WIDTH, HAS_LSE,
