@@ -205,6 +205,18 @@ def _first_place(j, b, first, lengths, num_keys, FILTER: tl.constexpr, STRETCH: 
 
 
 @triton.jit
+def _keys_seen(i, b, first, lengths, num_keys, FILTER: tl.constexpr, STRETCH: tl.constexpr):
+    """The same from the other side: the first keys that queries at places i see, and the place after the last."""
+    start = i + STRETCH[0] - max(STRETCH[1], 0)
+    stop = tl.minimum(i + STRETCH[0] + 1, num_keys)
+    if FILTER[0][3] >= 0:
+        start = tl.maximum(start, first - FILTER[0][3])
+    if FILTER[0][7]:
+        stop = tl.minimum(stop, tl.load(lengths + b).to(tl.int32))
+    return start, stop
+
+
+@triton.jit
 def _visible(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr):
     """Whether queries at places i see keys at places j, one a row, the other a column."""
     STRETCH: tl.constexpr = _stretch(FILTER)

@@ -25,6 +25,7 @@ from .triton_kernels import (
     _down,
     _finite,
     _key_range,
+    _keys_seen,
     _scale,
     _taken,
     _visible,
@@ -81,12 +82,35 @@ def _seen(i, first_key, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
+def _seen_along(
+    i, first_key, b, seeing, FILTER: gl.constexpr, STRETCH: gl.constexpr, ACROSS: gl.constexpr
+):
+    """The same where each query sees one stretch of keys: an addition and a comparison for each pair.
+
+    Of numbers without a sign, since keys of a thread are the same but for multiples of 8.
+    """
+    LENGTHS, _, _, num_keys, first = seeing
+    start, stop = _keys_seen(i, b, first, LENGTHS, num_keys, FILTER, STRETCH)
+    none = (start >= stop) | (STRETCH[1] < 0)
+    after = gl.where(none, -BLOCK, first_key - start)
+    last = gl.where(none, 0, stop - 1 - start)
+    n = gl.arange(0, BLOCK, ACROSS)
+    away = after[:, None] + (n % 8)[None, :] + (n // 8 * 8)[None, :]
+    return away.to(gl.uint32, bitcast=True) <= last.to(gl.uint32, bitcast=True)[:, None]
+
+
+@gluon.jit
 def _shown(
-    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr,
+    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, STRETCH: gl.constexpr,
+    ACROSS: gl.constexpr,
 ):  # fmt: skip
     """Scores of keys that are seen; between two places all see all."""
     if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
-        t = gl.where(_seen(i, first_key, b, seeing, FILTER, ACROSS), t, float("-inf"))
+        if len(STRETCH) > 0:
+            seen = _seen_along(i, first_key, b, seeing, FILTER, STRETCH, ACROSS)
+        else:
+            seen = _seen(i, first_key, b, seeing, FILTER, ACROSS)
+        t = gl.where(seen, t, float("-inf"))
     return t
 
 
@@ -278,7 +302,7 @@ def forward(
             _copy(
                 start + ahead * BLOCK, ahead % STAGES, sources, targets, fulls, batches, heads, SPREAD
             )  # fmt: skip
-        t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, ACROSS)
+        t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, (), ACROSS)
         p, peak, shrink = _weights(t, peak, rate, MODE0, STILL)
         if not STILL:
             THREADS: gl.constexpr = gl.SliceLayout(1, masses.type.layout)

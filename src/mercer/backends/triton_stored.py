@@ -9,15 +9,7 @@ import triton
 import triton.language as tl
 
 from .triton_backward import _of_columns, _reference, _store_queries
-from .triton_kernels import (
-    COLUMNS,
-    _block,
-    _key_range,
-    _query_blocks,
-    _row_of,
-    _rows,
-    _scale,
-)
+from .triton_kernels import COLUMNS, _block, _key_range, _query_blocks, _row_of, _rows, _scale
 from .triton_numbers import _of_head, _store_scale
 
 # Keys whose pairs lie side by side: those of a program of the pass over keys.

@@ -32,7 +32,7 @@ from .triton_kernels import (
     _scale,
     _stretch,
 )
-from .triton_narrow import _beside, _careful, _finished, _lay_low, _seen, _weights
+from .triton_narrow import _beside, _careful, _finished, _lay_low, _shown, _weights
 
 
 @gluon.jit
@@ -131,35 +131,6 @@ def _scores(
 
 
 @gluon.jit
-def _shown(
-    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr,
-):  # fmt: skip
-    """Scores of keys that are seen; between two places all see all."""
-    LENGTHS, _, _, num_keys, first = seeing
-    STRETCH: gl.constexpr = _stretch(FILTER)
-    if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
-        if len(STRETCH) > 0:
-            # Each query sees one stretch of keys: an addition and a comparison, of numbers without a sign,
-            # for each pair, since keys of a thread are the same but for multiples of 8.
-            start = i + STRETCH[0] - max(STRETCH[1], 0)
-            stop = gl.minimum(i + STRETCH[0] + 1, num_keys)
-            if FILTER[0][3] >= 0:
-                start = gl.maximum(start, first - FILTER[0][3])
-            if FILTER[0][7]:
-                stop = gl.minimum(stop, gl.load(LENGTHS + b).to(gl.int32))
-            none = (start >= stop) | (STRETCH[1] < 0)
-            after = gl.where(none, -BLOCK, first_key - start)
-            last = gl.where(none, 0, stop - 1 - start)
-            n = gl.arange(0, BLOCK, ACROSS)
-            away = after[:, None] + (n % 8)[None, :] + (n // 8 * 8)[None, :]
-            seen = away.to(gl.uint32, bitcast=True) <= last.to(gl.uint32, bitcast=True)[:, None]
-        else:
-            seen = _seen(i, first_key, b, seeing, FILTER, ACROSS)
-        t = gl.where(seen, t, float("-inf"))
-    return t
-
-
-@gluon.jit
 def _formed(
     t, peak, rate, masses, DTYPE: gl.constexpr, MODE0: gl.constexpr, STILL: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
@@ -236,6 +207,7 @@ def _multiply(
     FEATURES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E0, 16])
     DOWN: gl.constexpr = gl.SliceLayout(1, SCORES)
     ACROSS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    STRETCH: gl.constexpr = _stretch(FILTER)
     place = num_keys - num_queries
     q1 = cols
     if SPREAD:
@@ -278,7 +250,7 @@ def _multiply(
         acc = gl.zeros([OWN, V], gl.float32, SUMS)
         t = warpgroup_mma_wait(0, (t,))
         first_key = start + begin * BLOCK
-        t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, ACROSS)
+        t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, STRETCH, ACROSS)
         p, peak, masses, shrink = _formed(t, peak, rate, masses, DTYPE, MODE0, STILL, SUMS)
         for step in range(begin + 1, end):
             if not STILL:
@@ -291,7 +263,7 @@ def _multiply(
             sums = warpgroup_mma(p, vs.index(last % STAGES), acc, is_async=True)
             t = warpgroup_mma_wait(1, (t,))
             first_key = start + step * BLOCK
-            t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, ACROSS)
+            t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, STRETCH, ACROSS)
             p, peak, masses, shrink = _formed(t, peak, rate, masses, DTYPE, MODE0, STILL, SUMS)
             acc = warpgroup_mma_wait(0, (sums,))
             mbarrier.arrive(empty.index(last % STAGES), count=1)
