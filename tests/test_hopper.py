@@ -16,6 +16,7 @@ RUNS = INSTALLED and torch.cuda.is_available() and hopper.available(DEVICE)
 pytestmark = pytest.mark.skipif(not RUNS, reason="needs a Hopper GPU and Triton 3.6")
 
 LONG = Shape(heads=2, kv_heads=2, queries=300, keys=300, values=128)
+GROUPED = Shape(heads=4, kv_heads=2, queries=390, keys=390, values=128)
 WIDE = Shape(heads=4, kv_heads=2, queries=130, keys=390, values=128)
 CROSS = Shape(heads=4, kv_heads=2, queries=130, keys=390, values=64)
 NARROW = Shape(heads=2, kv_heads=2, queries=300, keys=300, values=64)
@@ -52,6 +53,11 @@ CASES = {
     "alibi": (lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 64, mc.Causal(), LONG),
     "wide-alibi": (
         lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 120, mc.Causal(), LONG
+    ),
+    "along": (lambda dim: mc.Exponential(), 128, mc.Window(100, 0), LONG),
+    "along-grouped": (lambda dim: mc.Exponential(), 100, mc.Window(200, 0), GROUPED),
+    "along-alibi": (
+        lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 120, mc.Window(70, 0), LONG
     ),
     "adaptive": (_adaptive, 128, mc.Causal(), LONG),
     "two-parts": (
@@ -101,6 +107,8 @@ def run(name, dtype, monkeypatch, many=1):
     case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
     monkeypatch.setattr(triton_plan, "STORED", 1)
     monkeypatch.setattr(hopper, "MANY_KEYS", many)
+    monkeypatch.setattr(hopper, "NEAR", 1)
+    monkeypatch.setattr(hopper, "_at_once", lambda p: 3)
     ran = []
     for way in ("keys", "one_pass", "all_passes")[: 3 if hopper.all_passes else 2]:
         inner = getattr(hopper, way)
@@ -301,7 +309,42 @@ def test_sums_begin_without_zeros(make, left, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["wide-cross", "wide-window", "wide-padding", "two-parts"])
+@pytest.mark.parametrize("left", [150, 600, 1024, 2000])
+@pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
+def test_queries_are_done_while_keys_are_at_work(make, left, monkeypatch):
+    like, filter = {"device": DEVICE, "dtype": torch.bfloat16}, mc.Window(left, 0)
+    given = [torch.randn(2, 8, 5300, 128, **like) for _ in range(4)]
+    inputs, kernel = [x.requires_grad_() for x in given[:3]], make().to(DEVICE)
+    parameters, ran = list(kernel.parameters()), []
+
+    def results():
+        monkeypatch.setattr(triton_plan, "_plans", {})
+        monkeypatch.setattr(tapes, "_tapes", {})
+        out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
+        return torch.autograd.grad(out, [*inputs, *parameters], given[3])
+
+    def counted(p, *a, inner=hopper._keys, **options):
+        ran.append(options.get("joined", False))
+        return inner(p, *a, **options)
+
+    monkeypatch.setattr(hopper, "_keys", counted)
+    monkeypatch.setattr(hopper, "NEAR", 1)
+    found = []
+    for together in (3, 5, 16, 16):
+        monkeypatch.setattr(hopper, "_at_once", lambda p, n=together: n)
+        found.append(results())
+    monkeypatch.setattr(hopper, "joins", lambda p, lse: False)
+    want = results()
+    assert ran == [True] * 4 + [False]
+    for got in found:
+        assert all(torch.equal(a, b) for a, b in zip(got, found[0], strict=True))
+    for a, b in zip(found[0], want, strict=True):
+        assert (a.float() - b.float()).norm() <= 2**-8 * b.float().norm()
+
+
+@pytest.mark.parametrize(
+    "name", ["wide-cross", "wide-window", "wide-padding", "two-parts", "along"]
+)
 def test_no_pair_is_read_that_was_not_stored(name, monkeypatch):
     got, *_ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()

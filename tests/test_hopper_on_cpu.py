@@ -23,6 +23,10 @@ PADDING = (1, -1, -1, -1, 0, 0, 0, 1, 0, 0)
 LONG, AHEAD = (1, 200, -1, -1, 0, 0, 0, 0, 0, 0), (0, 180, 20, -1, 0, 0, 0, 1, 0, 0)
 # A distance whose gradients come from one pass, with its norms as columns of products.
 COLUMNS = {"SUMMED": True, "SIDES": True, "NORM0": True, "HAS_COL0": True, "WANT0": True}
+JOINED_DISTANCE = {
+    "STORE": 1, "JOINED": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True,
+    "BY_KEYS": True,
+}  # fmt: skip
 
 CASES = {
     "plain": {},
@@ -46,6 +50,11 @@ CASES = {
     "stored-window": {"STORE": 2, "filter": WINDOW},
     "stored-alone": {"STORE": 1},
     "stored-window-alone": {"STORE": 1, "filter": WINDOW},
+    "joined-short": {"STORE": 1, "JOINED": True, "filter": WINDOW, "length": 60},
+    "joined-window": {"STORE": 1, "JOINED": True, "filter": WINDOW},
+    "joined-long-window": {"STORE": 1, "JOINED": True, "filter": LONG, "length": 420},
+    "joined-distance": {**JOINED_DISTANCE, "filter": LONG, "length": 394},
+    "joined-long": {"STORE": 1, "JOINED": True, "filter": LONG, "length": 900},
     "band": {"STORE": 2, "BANDED": True},
     "summed": {"SUMMED": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
     "summed-columns": {**COLUMNS, "MODE0": 1},
@@ -69,7 +78,8 @@ class Call:
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
             "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "OTHER": 0, "HELD": False,
-            "SIDES": False, "FRESH": False, "BY_KEYS": flags.get("SUMMED", False), **flags,
+            "SIDES": False, "FRESH": False, "JOINED": False,
+            "BY_KEYS": flags.get("SUMMED", False), **flags,
         }  # fmt: skip
         draw = torch.Generator().manual_seed(0)
         rows = (BATCH, HEADS, length)
@@ -140,7 +150,9 @@ class Call:
             want["dscale"] = want["dscale"] + (self.k * (u.mT @ self.q)).sum(-1)
         if f["SUMMED"]:
             want["dq"] = found @ self.k
-        if f["STORE"]:
+        if f["JOINED"]:
+            want["dq"] = found @ self.k * head
+        if f["STORE"] and not f["JOINED"]:
             want["pairs"] = found if f["BANDED"] else found.mT
         return want
 
@@ -168,6 +180,9 @@ class Call:
         shares = torch.zeros(BATCH, HEADS, queries * 64, dtype=torch.int32)
         if f["SUMMED"]:
             pairs = Descriptor(sums, DIM, 64)
+        if f["JOINED"]:
+            begun.zero_()
+        joined = torch.full_like(self.q, math.nan)
         scale = self.scale if f["MODE0"] == 2 else self.head
         if counters is None:
             counters = torch.zeros(BATCH * HEADS + 1, dtype=torch.int32)
@@ -179,19 +194,20 @@ class Call:
             "IDS": None, "LSE2": Pointer(self.lse2), "DELTA": Pointer(self.delta),
             "BOUNDS": Pointer(self.bounds), "MOST": Pointer(self.most), "PAIRS": pairs,
             "DK0": Descriptor(got["dk"]),
-            "DK1": Descriptor(got["dk1"]), "DV": Descriptor(got["dv"]),
+            "DK1": Descriptor(got["dk1"]), "DV": Descriptor(got["dv"]), "DQ": Descriptor(joined),
             "DC0": Pointer(got["dcol"]), "DS0": Pointer(dscale), "scb0": HEADS * length,
             "sch0": length, "gc0": 1, "ss0": 1, "num_heads": HEADS, "group0": 1, "group1": 1,
             "group_v": 1, "num_queries": length, "num_keys": length, "number0": 0.5,
             "blocks": -(-length // 128), "parts": BATCH * HEADS, "FILTER": (self.filter,),
-            "last": last, "together": together, "COUNTERS": Pointer(counters),
-            "SHARES": Pointer(shares), "BEGUN": Pointer(begun),
+            "last": last, "together": together, "COUNTERS": Pointer(counters), "across": room,
+            "LEFT": Pointer(got["pairs"]), "SHARES": Pointer(shares), "BEGUN": Pointer(begun),
             "STAGES": stages, "BUFFERS": buffers, **f,
         }  # fmt: skip
         for stride in ("sqb0", "sqb1", "skb0", "skb1", "svb", "stb"):
             given[stride] = 1
         # Numbers are tensors in Triton, and so are what is made of them.
         tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts", "last", "together")
+        tensors = (*tensors, "across")
         given |= {name: torch.tensor(given[name]) for name in tensors}
 
         def start(program):
@@ -202,13 +218,20 @@ class Call:
         with ThreadPoolExecutor(programs) as pool:
             list(pool.map(start, range(programs)))
         # Every program has drawn one ticket more than there are blocks for it.
-        assert counters[int(f["PART"] == 2)] == given["blocks"] * given["parts"] + programs
+        tickets = given["parts"] * (
+            given["blocks"] + (-(-given["blocks"] // 2) if f["JOINED"] else 0)
+        )
+        assert counters[int(f["PART"] == 2)] == tickets + programs
         got["dscale"] = dscale[..., length:]
         (dout, delta), (k, v) = self.bounds.unbind(2), self.most.amax(-1, keepdim=True).unbind(2)
         # 30 bits for what is less than the next power of two.
         most = k * (dout * v + delta)
         unit, other = (2.0 ** (x.log2().floor() - 29) for x in (most, most * k))
-        got["dq"] = (sums * unit.repeat_interleave(64, -1)[:, :, None]).mT[:, :, :length]
+        got["dq"] = (
+            joined
+            if f["JOINED"]
+            else (sums * unit.repeat_interleave(64, -1)[:, :, None]).mT[:, :, :length]
+        )
         got["shares"] = (shares * other.repeat_interleave(64, -1))[..., :length, None]
         if f["STORE"] and not f["BANDED"]:
             # From the first block of queries that sees a program's keys on.
@@ -225,12 +248,15 @@ class Call:
 def test_it_gives_the_sums_of_every_block(name, programs):
     call = Call(**CASES[name])
     way = {"longest": programs != 3, "stages": 2 + programs % 2, "buffers": 1 + (programs == 1)}
+    if call.flags["JOINED"]:
+        # There is no room for the next keys; so many heads are at work together, of four.
+        way |= {"buffers": 1, "together": {1: 4, 3: 1, 5: 3, 8: 2}[programs]}
     got = call.run(programs, **way, seed=programs)
     for what, want in call.want().items():
         found = got[what]
         if what == "pairs":
             # What is beyond, or wholly hidden, may be anything.
-            found = found[..., :LENGTH, :LENGTH]
+            found = found[..., : call.length, : call.length]
             found = torch.where(want == 0.0, 0.0, found)
         assert torch.allclose(found, want, rtol=1e-4, atol=1e-4), what
 

@@ -50,6 +50,8 @@ WATCHED = 64
 # are faster where a query sees no more keys than SHORT, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
 TO_KEYS = (64, 128, 8, 4)
+# From so many keys in a window on, the pass that stores pairs reads them again itself.
+NEAR = 512
 # Warps and stages of the one for two such blocks.
 SHARED = (4, 3)
 
@@ -185,16 +187,17 @@ def keys(
     tensors = _tensors(x, p, ready, rows, of_keys, pairs, _of(own_v) if other else x.v)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
         launch = _keys(p, part, store=2 * banded, banded=banded, other=other)
-        launch(tensors, (*p.numbers(x.seed), *_order(p), 0))
+        launch(tensors, (*p.numbers(x.seed), *_order(p), 0, 0))
 
 
 def all_passes(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
-    of_queries: tuple[Any, ...], lse: bool,
+    of_queries: tuple[Any, ...], done: Tensor, lse: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The pass over keys, and all that follows from what it stores, some heads at a time.
 
-    Gradients of scales come back where they are summed up on the way.
+    `done` counts, from 0 on, blocks of keys that are done with some queries. Gradients of scales
+    come back where they are summed up on the way.
     """
     c, static = p.constants, p.static
     batch, heads, _ = static.shape
@@ -202,6 +205,9 @@ def all_passes(
     two = c["E1"] > 0
     count = _share(p)
     pairs = _space(x.v, 1, count, _aligned(p.num_keys), _columns(p))
+    if joins(p, lse):
+        _join(x, p, ready, rows, of_keys, dq[0], pairs, done, lse)
+        return []
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), x.v)
     lengths = tensors[8]
     bm, bn, *_ = _to_queries(p)
@@ -224,7 +230,7 @@ def all_passes(
         own = min(count, batch * heads - offset)
         numbers = (*p.numbers(x.seed), offset)
         launch = _keys(p, 1 if two else 0, own, store=_together(p), by_keys=scale_by_keys(p, lse))
-        launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
+        launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset, 0))
         if shares:
             # With the last heads, all have given their shares to scales.
             last = bool(scales) and offset + own == batch * heads
@@ -234,6 +240,43 @@ def all_passes(
         if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
     return scales
+
+
+def joins(p: Plan, lse: bool) -> bool:
+    """Whether the pass that stores pairs reads them, too, while they are in the cache.
+
+    In a causal window of places. Not for scales of queries, which have gradients of their own.
+    """
+    c, slot, (batch, heads, _) = p.constants, p.static.slots[0], p.static.shape
+    alone = c["E1"] == 0 and c["E0"] == c["V"] == 2 * GROUP and c["MODE0"] < 2
+    alone = alone and (not slot.wants or scale_by_keys(p, lse))
+    many = _share(p) == batch * heads >= _at_once(p) / 2
+    return alone and _own_last(p) and NEAR <= _window(p) <= SHORT and many
+
+
+def _at_once(p: Plan) -> int:
+    """Heads of which all keys that a query sees are at work at once, on four processors of five."""
+    return max(1, 4 * processors(p.device) // (5 * (_reach(p) + 1)))
+
+
+def _reach(p: Plan) -> int:
+    """Blocks of keys of a program, at most, before that of a query, of which that sees one."""
+    return -(-(int(_window(p)) - 1) // (2 * GROUP))
+
+
+def _join(
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], dq: Tensor,
+    pairs: Tensor, done: Tensor, lse: bool,
+) -> None:  # fmt: skip
+    """The pass over keys that forms gradients of queries, too, from what it stores."""
+    counted = rows.delta, rows.delta, rows.delta, done
+    joined = _of(dq), pairs
+    tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), x.v, counted, joined)
+    blocks, parts, last, _ = _order(p)
+    # As many each time.
+    together = -(-parts // -(-parts // _at_once(p)))
+    launch = _keys(p, 0, store=1, by_keys=scale_by_keys(p, lse), joined=True)
+    launch(tensors, (*p.numbers(x.seed), blocks, parts, last, together, 0, _columns(p)))
 
 
 def sums(p: Plan, grad: Tensor) -> bool:
@@ -280,7 +323,7 @@ def one_pass(
     )  # fmt: skip
     found = _of(whole, GROUP, 32)
     tensors = _tensors(x, p, ready, rows, of_keys, found, x.v, (bounds, most, shares, begun))
-    _keys(p, 0, summed=True, fresh=cleared > 0)(tensors, (*numbers, *order, 0))
+    _keys(p, 0, summed=True, fresh=cleared > 0)(tensors, (*numbers, *order, 0, 0))
     alike = slot.wants and not each
     dscale = delta.new_empty(heads if alike else 0)
     after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")} | {"EACH": each}
@@ -368,7 +411,7 @@ def _aligned(length: int) -> int:
 
 def _tensors(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], pairs: Any,
-    own_v: Any, bounds: tuple[Tensor, ...] = (),
+    own_v: Any, bounds: tuple[Tensor, ...] = (), joined: tuple[Any, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _, counters = rows
     bounds = bounds or (delta, delta, delta, counters)
@@ -379,16 +422,17 @@ def _tensors(
     return (
         _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
-        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), dcol[0], own_v, *bounds, counters,
-        ds[0],
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), *(joined or (x.v, x.v)), dcol[0], own_v,
+        *bounds, counters, ds[0],
     )  # fmt: skip
 
 
 def _keys(
     p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
     other: int = 0, summed: bool = False, fresh: bool = False, by_keys: bool = False,
+    joined: bool = False,
 ) -> Launch:  # fmt: skip
-    key = ("groups", part, heads, store, banded, other, summed, fresh, by_keys)
+    key = ("groups", part, heads, store, banded, other, summed, fresh, by_keys, joined)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -419,6 +463,7 @@ def _keys(
         "SUMMED": summed, "BANDED": banded, "OTHER": other,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
         "SIDES": sides, "FRESH": fresh, "BY_KEYS": by_keys or summed,
+        "JOINED": joined,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
     # What has no register waits in the first cache, or, if that is too small, a long way off.

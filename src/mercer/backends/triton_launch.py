@@ -365,18 +365,20 @@ def backward(
     whole = len(plans) == 1
     stored, summed = whole and hopper.stores(p, grad_out), whole and hopper.sums(p, grad_out)
     if banded or stored:
+        blocks = -(-num_queries // 64)
+        done = lse.new_empty(batch * heads, blocks, dtype=torch.int32)
         helper(
-            "deltas", (-(-num_queries // 64), batch * heads, 1),
+            "deltas", (blocks, batch * heads, 1),
             {"WIDTH": room(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
-            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters),
+            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters, done),
             (heads, num_queries, width),
         )  # fmt: skip
     scales: list[Tensor] = []
     if summed:
         scales = [hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)]
     elif stored:
-        scales = hopper.all_passes(x, p, ready, rows, of_keys, within, given_lse)
+        scales = hopper.all_passes(x, p, ready, rows, of_keys, within, done, given_lse)
     elif banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
