@@ -55,7 +55,7 @@ CASES = {
         lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 120, mc.Causal(), LONG
     ),
     "along": (lambda dim: mc.Exponential(), 128, mc.Window(100, 0), LONG),
-    "along-grouped": (lambda dim: mc.Exponential(), 100, mc.Window(200, 0), GROUPED),
+    "along-grouped": (lambda dim: mc.Exponential(), 112, mc.Window(200, 0), GROUPED),
     "along-alibi": (
         lambda dim: mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(2)), 120, mc.Window(70, 0), LONG
     ),

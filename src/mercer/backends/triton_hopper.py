@@ -22,6 +22,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .triton_backward import _counted
+from .triton_groups import (
+    BLOCK,
+    NOTE,
+    OWN,
+    REGISTERS,
+    _along,
+    _batch,
+    _landed,
+    _ones,
+    _range,
+    _skip,
+    _within,
+    barrier,
+    load,
+    store,
+)
+from .triton_joined import _copy_pairs, _gather, _say_stored, _sorted, _wait_stored
 from .triton_kernels import (
     COLUMNS,
     LOG2E,
@@ -29,18 +46,12 @@ from .triton_kernels import (
     _finite,
     _first_place,
     _grown,
-    _key_range,
     _query_blocks,
     _query_range,
     _stretch,
     _visible,
 )
 from .triton_summed import _blocks, _bound, _fixed, _reference_within
-
-# As Triton 3.6 calls them, and as later ones do.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @builtin
@@ -51,15 +62,9 @@ def add_to(target, at, source, _semantic=None):
     _semantic.builder.create_async_tma_reduce(kind, target.handle, at, source.handle)
 
 
-# Keys of a group, and queries of a block.
-OWN = gl.constexpr(64)
-BLOCK = gl.constexpr(64)
 # What a block of queries needs beside features: log_mass, each query's scale, and -delta, where that is no
 # column of a product.
 MASSES, SCALES, DELTAS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# Of a thread that multiplies, and of one that copies.
-REGISTERS = gl.constexpr(240)
-FEW_REGISTERS = gl.constexpr(24)
 # With a group that sums up gradients of queries: of those that multiply, and its own.
 LESS_REGISTERS = gl.constexpr(208)
 SUM_REGISTERS = gl.constexpr(72)
@@ -73,15 +78,11 @@ MINE = gl.constexpr(2)
 WATCHED = gl.constexpr(64)
 # Notes on tickets that lie in shared memory: when one is drawn, all groups have read that of three turns before.
 TICKETS = gl.constexpr(4)
-NOTE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 FLAT = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 # Where a note has numbers of its head: the scale, and the first number per key.
 SCALE, REFERENCE = gl.constexpr(7), gl.constexpr(8)
-# Where it says that it is for queries. Of each head, so many tickets for keys come first, and as many as a window has.
+# Where it says that it is for queries.
 FOR_QUERIES = gl.constexpr(9)
-AHEAD = gl.constexpr(3)
-# No pairs lie here.
-BEYOND = gl.constexpr(2**28)
 
 
 @gluon.jit
@@ -97,57 +98,6 @@ def _wait_begun(begun, count):
     has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
     while has == 0:
         has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
-
-
-@gluon.jit
-def _wait_stored(stored, count):
-    """Waits until so many blocks of keys are done with four blocks of queries, and the copy engine may read pairs."""
-    code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
-    place = stored + gl.arange(0, 128, NOTE) * 0
-    has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
-    while has < count:
-        has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
-    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
-    barrier()
-    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def _landed():
-    """Waits until what was stored lies in memory, not only until it has left from here."""
-    code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(code, "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def _range(low, count, b, first, LENGTHS, num_queries, num_keys, FILTER: gl.constexpr):
-    """Keys that some queries may see: where their blocks begin, how many, and which all of them see."""
-    place = num_keys - num_queries
-    high = gl.minimum(low + count, num_queries) - 1 + place
-    start, stop, sure_start, sure_stop = _key_range(
-        low + place, high, b, first, LENGTHS, num_keys, FILTER
-    )
-    start = gl.maximum(start, 0) // BLOCK * BLOCK
-    stop = gl.where(low < num_queries, gl.maximum(stop, start), start)
-    return start, (stop - start + BLOCK - 1) // BLOCK, sure_start, sure_stop
-
-
-@gluon.jit
-def _sorted(ticket, tiles, together, FILTER: gl.constexpr):
-    """Whether a ticket is for queries, and of how many such, or of how many for keys, it is.
-
-    Once all keys that the last queries see are at work, one in three is for queries: there are half as many. It
-    comes after all for keys that it waits for, so that these are drawn, and nobody waits for ever.
-    """
-    REACH: gl.constexpr = (FILTER[0][1] + 2 * OWN - 1) // (2 * OWN)
-    ahead = gl.minimum((REACH + AHEAD) * together, tiles)
-    rest, left = ticket - ahead, tiles - ahead
-    late = rest - left // 2 * 3
-    odd = left % 2
-    second = (late >= odd) | ((late < 0) & (rest >= 0) & (rest % 3 == 2))
-    of_queries = gl.where(late < 0, rest // 3, left // 2 + late - odd)
-    of_keys = gl.where(rest < 0, ticket, ahead + rest // 3 * 2 + rest % 3)
-    return second, gl.where(second, of_queries, of_keys)
 
 
 @gluon.jit
@@ -279,28 +229,9 @@ def _per_key(C0, scb0, sch0, gc0, b, h, first_key, num_keys, LAYOUT: gl.constexp
 
 
 @gluon.jit
-def _along(LAYOUT: gl.constexpr):
-    """The numbers of columns, in a row."""
-    return gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-
-
-@gluon.jit
-def _ones(LAYOUT: gl.constexpr):
-    """What columns are multiplied by to be added up: the first three of them, as `triton_kernels._ones` has it."""
-    ones = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, LAYOUT)
-    return gl.where(_along(LAYOUT) < 3, ones, 0.0)
-
-
-@gluon.jit
 def _at(n, which: gl.constexpr, PACKED: gl.constexpr):
     """Where a group's keys lie (0), or its values (1), which follow them if they are packed."""
     return 2 * n + which if PACKED else n
-
-
-@gluon.jit
-def _batch(stride, b):
-    """Where a batch lies: all lie at one place where they share it."""
-    return gl.where(stride == 0, 0, b)
 
 
 @gluon.jit
@@ -345,8 +276,8 @@ def _copy_steps(
         first = start + step * NEXT
         # Those of the next are on their way meanwhile.
         following = _rows_of(
-            gl.maximum(first + NEXT, 0), S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
-        )
+            gl.maximum(first + NEXT, 0) if BACK else first + NEXT, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
+        )  # fmt: skip
         mbarrier.wait(empty.index(s), (((done + step) // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(s), SIZE * (E0 + E1 + V + (2 * OWN if BANDED else 0)))
         load(Q0, [b0, h, first, 0], full.index(s), q0s.index(s))
@@ -368,37 +299,6 @@ def _copy_steps(
             _beside(rows, s, SCALES, SIDES).store(scale)
         mbarrier.arrive(full.index(s), count=1)
         lse2, delta, scale = following
-
-
-@gluon.jit
-def _copy_pairs(
-    done, PAIRS, K0, LENGTHS, q0s, found, panels, full, empty, bk, hk, part, b, low, start, steps, num_queries, num_keys,
-    first, E0: gl.constexpr, FILTER: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Blocks of keys, with the pairs of four blocks of queries that begin at `low`."""
-    for step in range(steps):
-        s = (done + step) % STAGES
-        key = start + step * BLOCK
-        origin, _ = _query_blocks(
-            key // (2 * OWN) * (2 * OWN), b, first, LENGTHS, num_queries, num_keys, 2 * OWN, BLOCK, FILTER
-        )  # fmt: skip
-        begin, end = _query_blocks(
-            key, b, first, LENGTHS, num_queries, num_keys, BLOCK, BLOCK, FILTER
-        )
-        mbarrier.wait(empty.index(s), (((done + step) // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(s), 2 * BLOCK * (E0 + 4 * BLOCK))
-        load(K0, [bk, hk, key, 0], full.index(s), q0s.index(s))
-        for n in gl.static_range(4):
-            query = low + n * BLOCK
-            # What is hidden is not stored: from beyond the end zeros come, and nothing is read.
-            row = gl.where((query >= begin) & (query < end), key, BEYOND)
-            at = [0, part, row, query - origin]
-            if n % 2 == 0:
-                load(PAIRS, at, full.index(s), found.index(2 * s + n // 2))
-            else:
-                load(PAIRS, at, full.index(s), panels.index(4 * (n // 2) + s))
-        # There is nothing beside them.
-        mbarrier.arrive(full.index(s), count=1)
 
 
 @gluon.jit
@@ -494,18 +394,24 @@ def _give(found, step, own, pairs, given, taken):
 
 
 @gluon.jit
-def _skip(
-    begin, end, done, full, empty, own, pairs, given, taken, STAGES: gl.constexpr,
-    SUMMED: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
-    """Blocks of queries that see none of a group's keys."""
+def _give_none(
+    begin,
+    end,
+    done,
+    full,
+    empty,
+    own,
+    pairs,
+    given,
+    taken,
+    STAGES: gl.constexpr,
+    SCORES: gl.constexpr,
+):
+    """No pairs, of blocks of queries that see none of a group's keys."""
     for step in range(begin, end):
-        s = (done + step) % STAGES
-        mbarrier.wait(full.index(s), ((done + step) // STAGES) & 1)
-        mbarrier.arrive(empty.index(s), count=1)
-        if SUMMED:
-            none = gl.zeros([OWN, BLOCK], pairs.dtype, SCORES)
-            _give(none, done + step, own, pairs, given, taken)
+        _skip(step, step + 1, done, full, empty, STAGES)
+        none = gl.zeros([OWN, BLOCK], pairs.dtype, SCORES)
+        _give(none, done + step, own, pairs, given, taken)
 
 
 @gluon.jit
@@ -649,20 +555,6 @@ def _sum(
         turn += 1
         ticket, _, part, b, h, start, steps = _hear(turn, tickets, told)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _say_stored(stored):
-    """Says that a group is done with four blocks of queries: what it has stored for them lies in memory."""
-    _landed()
-    barrier()
-    gl.atomic_add(stored, 1, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def _within(x):
-    """Sums of the rows of a block, as far as one thread has them: [keys, threads of a row]."""
-    return gl.sum(gl.sum(x.reshape([OWN, BLOCK // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -815,146 +707,6 @@ def _of_head(turn, tickets, number0, MODE0: gl.constexpr, LOG0: gl.constexpr):
 
 
 @gluon.jit
-def _free_other(turn, at, own, free):
-    """By now, what the turn before gave has left."""
-    if turn > 0:
-        tma.store_wait(0)
-        barrier()
-        mbarrier.arrive(free.index(2 - at + 2 * own), count=1)
-
-
-@gluon.jit
-def _forget(
-    LEFT, across, key, place, part, b, first, LENGTHS, num_queries, num_keys, FIRST: gl.constexpr, SECOND: gl.constexpr,
-    FILTER: gl.constexpr,
-):  # fmt: skip
-    """Pairs of 64 keys and of one block of queries, or of two, are not asked for again, and need not reach memory."""
-    origin, _ = _query_blocks(
-        key // (2 * OWN) * (2 * OWN), b, first, LENGTHS, num_queries, num_keys, 2 * OWN, BLOCK, FILTER
-    )  # fmt: skip
-    n = gl.arange(0, 2 * BLOCK, NOTE)
-    rows = (part * ((num_keys + 2 * OWN - 1) // (2 * OWN) * (2 * OWN)) + key + n % BLOCK).to(
-        gl.int64
-    )
-    at = LEFT + (rows * across + (place - origin + n // BLOCK * BLOCK))
-    use = n >= 0
-    if not FIRST:
-        use = n >= BLOCK
-    elif not SECOND:
-        use = n < BLOCK
-    code: gl.constexpr = (
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p discard.global.L2 [$1], 128; mov.b32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(code, "=r,l,r", [at, use.to(gl.int32)], gl.int32, False, 1)
-
-
-@gluon.jit
-def _gathered(
-    begin, end, done, acc0, acc1, own, q0s, found, panels, full, empty, about, FIRST: gl.constexpr, SECOND: gl.constexpr,
-    STAGES: gl.constexpr, FILTER: gl.constexpr,
-):  # fmt: skip
-    """Sums of one block of queries, or of both, with those of blocks of keys."""
-    LEFT, across, start, place, part, b, first, LENGTHS, num_queries, num_keys = about
-    for step in range(begin, end):
-        s = (done + step) % STAGES
-        mbarrier.wait(full.index(s), ((done + step) // STAGES) & 1)
-        if FIRST:
-            pairs = found.index(2 * s + own).permute((1, 0))
-            acc0 = warpgroup_mma(pairs, q0s.index(s), acc0, is_async=True)
-        if SECOND:
-            more = panels.index(4 * own + s).permute((1, 0))
-            acc1 = warpgroup_mma(more, q0s.index(s), acc1, is_async=True)
-        _forget(
-            LEFT, across, start + step * BLOCK, place, part, b, first, LENGTHS, num_queries, num_keys, FIRST, SECOND,
-            FILTER,
-        )  # fmt: skip
-        acc0, acc1 = warpgroup_mma_wait(0, (acc0, acc1))
-        mbarrier.arrive(empty.index(s), count=1)
-    return acc0, acc1
-
-
-@gluon.jit
-def _gather(
-    own, done, k0, v, found, panels, q0s, full, empty, head0, LEFT, across, part, low, b, start, steps, first, LENGTHS,
-    num_queries, num_keys, E0: gl.constexpr, FILTER: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
-    """Gradients of two blocks of queries, of stored pairs; they lie where keys and values would otherwise."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E0, 16])
-    place = low + 2 * own * BLOCK
-    key0, count0, _, _ = _range(place, BLOCK, b, first, LENGTHS, num_queries, num_keys, FILTER)
-    key1, count1, _, _ = _range(
-        place + BLOCK, BLOCK, b, first, LENGTHS, num_queries, num_keys, FILTER
-    )
-    begin0 = gl.minimum(gl.maximum(key0 - start, 0) // BLOCK, steps)
-    end0 = gl.minimum(begin0 + count0, steps)
-    begin1 = gl.minimum(gl.maximum((key1 - start) // BLOCK, begin0), end0)
-    begin1 = gl.where(count1 > 0, begin1, end0)
-    end1 = gl.where(count1 > 0, gl.minimum((key1 - start) // BLOCK + count1, steps), end0)
-    end1 = gl.maximum(end1, end0)
-    _skip(0, begin0, done, full, empty, own, found, full, full, STAGES, False, SCORES)
-    acc0 = gl.zeros([BLOCK, E0], gl.float32, SUMS)
-    acc1 = gl.zeros([BLOCK, E0], gl.float32, SUMS)
-    about = LEFT, across, start, place, part, b, first, LENGTHS, num_queries, num_keys
-    acc0, acc1 = _gathered(
-        begin0,
-        begin1,
-        done,
-        acc0,
-        acc1,
-        own,
-        q0s,
-        found,
-        panels,
-        full,
-        empty,
-        about,
-        True,
-        False,
-        STAGES,
-        FILTER,
-    )
-    acc0, acc1 = _gathered(
-        begin1,
-        end0,
-        done,
-        acc0,
-        acc1,
-        own,
-        q0s,
-        found,
-        panels,
-        full,
-        empty,
-        about,
-        True,
-        True,
-        STAGES,
-        FILTER,
-    )
-    acc0, acc1 = _gathered(
-        end0,
-        end1,
-        done,
-        acc0,
-        acc1,
-        own,
-        q0s,
-        found,
-        panels,
-        full,
-        empty,
-        about,
-        False,
-        True,
-        STAGES,
-        FILTER,
-    )
-    _skip(end1, steps, done, full, empty, own, found, full, full, STAGES, False, SCORES)
-    k0.store((acc0 * head0).to(k0.dtype))
-    v.store((acc1 * head0).to(v.dtype))
-
-
-@gluon.jit
 def _multiply(
     own, inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
@@ -988,17 +740,15 @@ def _multiply(
         c = _per_key(C0, scb0, sch0, gc0, b, h, low + own * OWN, num_keys, DOWN)
     while ticket < tiles:
         at = (turn % BUFFERS) * 2 + own
-        # Whose pairs are stored.
-        stored = place - place - 1
+        # Whose pairs are stored: nobody's, so far.
+        stored = gl.minimum(turn, 0) - 1
         if JOINED and _is_for_queries(turn, tickets):
             rate = _of_head(turn, tickets, number0, MODE0, LOG0)
             mbarrier.wait(ready.index(at), (turn // BUFFERS) & 1)
-            if BUFFERS > 1:
-                _free_other(turn, at, own, free)
             k0, v = k0s.index(_at(at, 0, JOINED)), vs.index(_at(at, 1, JOINED))
             _gather(
                 own, done, k0, v, found, panels, q0s, full, empty, rate, LEFT, across, part, low, b, start, steps, first, LENGTHS,
-                num_queries, num_keys, E0, FILTER, STAGES, SCORES,
+                num_queries, num_keys, E0, FILTER, STAGES,
             )  # fmt: skip
             fence_async_shared()
             barrier()
@@ -1067,11 +817,17 @@ def _multiply(
                 fence_async_shared()
                 barrier()
             if BUFFERS > 1:
-                _free_other(turn, at, own, free)
-            if STORE < 2:
-                _skip(
-                    0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES,
+                # By now, gradients of the keys before have left.
+                if turn > 0:
+                    tma.store_wait(0)
+                    barrier()
+                    mbarrier.arrive(free.index(2 - at + 2 * own), count=1)
+            if SUMMED:
+                _give_none(
+                    0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
                 )  # fmt: skip
+            elif STORE < 2:
+                _skip(0, begin, done, full, empty, STAGES)
             # Where a head's blocks of four are said to be stored.
             lines = (b * num_heads + h) * _blocks(num_keys)
             for span in gl.static_range(3):
@@ -1089,10 +845,12 @@ def _multiply(
                         biases, own, h, part, first_key, STORED, lines, steps - 1, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
                         STORE, SUMMED, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV, SIDES, JOINED, span == 0,
                     )  # fmt: skip
-            if STORE < 2:
-                _skip(
-                    end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SUMMED, SCORES,
+            if SUMMED:
+                _give_none(
+                    end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
                 )  # fmt: skip
+            elif STORE < 2:
+                _skip(end, steps, done, full, empty, STAGES)
             _, low, _, b, h, _, steps = _heard(turn, tickets)
             done += steps
             bh = b * num_heads + h

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .triton_hopper import BLOCK, OWN, _batch, _ones, _within, barrier, load, store
+from .triton_groups import BLOCK, OWN, _batch, _ones, _within, barrier, load, store
 from .triton_kernels import (
     COLUMNS,
     LN2,

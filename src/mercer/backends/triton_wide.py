@@ -15,11 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .triton_hopper import (
+from .triton_groups import (
     BLOCK,
     OWN,
     REGISTERS,
     _batch,
+    _range,
     _within,
     barrier,
     load,
@@ -28,7 +29,6 @@ from .triton_hopper import (
 from .triton_kernels import (
     COLUMNS,
     LOG2E,
-    _key_range,
     _scale,
     _stretch,
 )
@@ -56,19 +56,6 @@ def _tile(turn, pairs, parts, num_heads):
     pair = gl.minimum(gl.maximum(pair, 0), pairs * parts - 1)
     bh, early = pair // pairs, pair % pairs
     return gl.where(late, 2 * pairs - 1 - early, early), bh // num_heads, bh % num_heads, some
-
-
-@gluon.jit
-def _range(low, count, b, first, LENGTHS, num_queries, num_keys, FILTER: gl.constexpr):
-    """Keys that some queries may see: where their blocks begin, how many, and which all of them see."""
-    place = num_keys - num_queries
-    high = gl.minimum(low + count, num_queries) - 1 + place
-    start, stop, sure_start, sure_stop = _key_range(
-        low + place, high, b, first, LENGTHS, num_keys, FILTER
-    )
-    start = gl.maximum(start, 0) // BLOCK * BLOCK
-    stop = gl.where(low < num_queries, gl.maximum(stop, start), start)
-    return start, (stop - start + BLOCK - 1) // BLOCK, sure_start, sure_stop
 
 
 @gluon.jit
