@@ -278,15 +278,12 @@ def test_programs_go_on_with_other_keys(name, rounds, monkeypatch):
     assert all(torch.equal(got[name], in_turn[name]) for name in got)
 
 
-@pytest.mark.parametrize("left", [150, 1024, 2500])
-@pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
-def test_sums_begin_without_zeros(make, left, monkeypatch):
-    """What others add waits for what keys at a query's place store."""
+def repeated(make, left, dim, option, monkeypatch):
+    """(What gives gradients, planned anew each time, and how the pass over keys ran)."""
     like, filter = {"device": DEVICE, "dtype": torch.bfloat16}, mc.Window(left, 0)
-    given = [torch.randn(2, 8, 5300, 64, **like) for _ in range(4)]
+    given = [torch.randn(2, 8, 5300, dim, **like) for _ in range(4)]
     inputs, kernel = [x.requires_grad_() for x in given[:3]], make().to(DEVICE)
     parameters, ran = list(kernel.parameters()), []
-    monkeypatch.setattr(hopper, "MANY_KEYS", 1)
 
     def results():
         monkeypatch.setattr(triton_plan, "_plans", {})
@@ -295,10 +292,19 @@ def test_sums_begin_without_zeros(make, left, monkeypatch):
         return torch.autograd.grad(out, [*inputs, *parameters], given[3])
 
     def counted(p, *a, inner=hopper._keys, **options):
-        ran.append(options["fresh"])
+        ran.append(options.get(option, False))
         return inner(p, *a, **options)
 
     monkeypatch.setattr(hopper, "_keys", counted)
+    return results, ran
+
+
+@pytest.mark.parametrize("left", [150, 1024, 2500])
+@pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
+def test_sums_begin_without_zeros(make, left, monkeypatch):
+    """What others add waits for what keys at a query's place store."""
+    results, ran = repeated(make, left, 64, "fresh", monkeypatch)
+    monkeypatch.setattr(hopper, "MANY_KEYS", 1)
     monkeypatch.setattr(hopper, "ROUNDS", 0)
     monkeypatch.setattr(hopper, "LAST", 1)
     found = [results() for _ in range(6)]
@@ -312,22 +318,7 @@ def test_sums_begin_without_zeros(make, left, monkeypatch):
 @pytest.mark.parametrize("left", [150, 600, 1024, 2000])
 @pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
 def test_queries_are_done_while_keys_are_at_work(make, left, monkeypatch):
-    like, filter = {"device": DEVICE, "dtype": torch.bfloat16}, mc.Window(left, 0)
-    given = [torch.randn(2, 8, 5300, 128, **like) for _ in range(4)]
-    inputs, kernel = [x.requires_grad_() for x in given[:3]], make().to(DEVICE)
-    parameters, ran = list(kernel.parameters()), []
-
-    def results():
-        monkeypatch.setattr(triton_plan, "_plans", {})
-        monkeypatch.setattr(tapes, "_tapes", {})
-        out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
-        return torch.autograd.grad(out, [*inputs, *parameters], given[3])
-
-    def counted(p, *a, inner=hopper._keys, **options):
-        ran.append(options.get("joined", False))
-        return inner(p, *a, **options)
-
-    monkeypatch.setattr(hopper, "_keys", counted)
+    results, ran = repeated(make, left, 128, "joined", monkeypatch)
     monkeypatch.setattr(hopper, "NEAR", 1)
     found = []
     for together in (3, 5, 16, 16):

@@ -613,6 +613,29 @@ def test_every_block_of_queries_has_its_turn_once(pairs, parts, programs):
     assert max(work) <= sum(work) / programs + 2 * pairs
 
 
+@pytest.mark.parametrize("left", [0, 128, 129, 1024, 5000])
+@pytest.mark.parametrize("length", [60, 256, 700, 1500])
+@pytest.mark.parametrize(("parts", "together"), [(1, 1), (5, 1), (5, 2), (5, 5), (7, 3)])
+def test_a_ticket_for_queries_waits_for_tickets_before_it(parts, together, length, left):
+    kernels, blocks = module("triton_hopper", 1, 0), -(-length // 128)
+    filter, number = ((1, left, *CAUSAL[2:]),), torch.tensor
+    tiles, done, queries = number(blocks), set(), []
+    for ticket in range(int(kernels._tickets(tiles, number(parts), True))):
+        low, part, _, _, start, steps, second = kernels._tile(
+            number(ticket), tiles, number(parts), number(1), number(together), 0, number(1),
+            number(length), number(length), number(0), None, filter, 1, False, True,
+        )  # fmt: skip
+        if second:
+            queries.append((int(part), int(low)))
+            keys = range(int(start), int(start + steps * 64), 64)
+            assert {(int(part), key // 128) for key in keys} <= done
+        else:
+            assert (int(part), int(low) // 128) not in done
+            done.add((int(part), int(low) // 128))
+    assert len(done) == blocks * parts
+    assert sorted(queries) == [(p, low) for p in range(parts) for low in range(0, length, 256)]
+
+
 def test_the_first_cache_has_what_shared_memory_leaves(monkeypatch):
     asked, compiled = [], SimpleNamespace(metadata=SimpleNamespace(shared=183976), function=5)
     sizes = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)

@@ -102,10 +102,8 @@ def _forget(
         key // (2 * OWN) * (2 * OWN), b, first, LENGTHS, num_queries, num_keys, 2 * OWN, BLOCK, FILTER
     )  # fmt: skip
     n = gl.arange(0, 2 * BLOCK, NOTE)
-    rows = (part * ((num_keys + 2 * OWN - 1) // (2 * OWN) * (2 * OWN)) + key + n % BLOCK).to(
-        gl.int64
-    )
-    at = LEFT + (rows * across + (place - origin + n // BLOCK * BLOCK))
+    rows = part * ((num_keys + 2 * OWN - 1) // (2 * OWN) * (2 * OWN)) + key + n % BLOCK
+    at = LEFT + (rows.to(gl.int64) * across + (place - origin + n // BLOCK * BLOCK))
     use = n >= 0
     if not FIRST:
         use = n >= BLOCK
@@ -119,11 +117,13 @@ def _forget(
 
 @gluon.jit
 def _gathered(
-    begin, end, done, acc0, acc1, own, q0s, found, panels, full, empty, about, FIRST: gl.constexpr, SECOND: gl.constexpr,
-    STAGES: gl.constexpr, FILTER: gl.constexpr,
+    begin, end, acc0, acc1, inputs, FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr,
+    FILTER: gl.constexpr,
 ):  # fmt: skip
     """Sums of one block of queries, or of both, with those of blocks of keys."""
-    LEFT, across, start, place, part, b, first, LENGTHS, num_queries, num_keys = about
+    (
+        done, own, q0s, found, panels, full, empty, LEFT, across, start, place, part, b, first, LENGTHS, num_queries, num_keys,
+    ) = inputs  # fmt: skip
     for step in range(begin, end):
         s = (done + step) % STAGES
         mbarrier.wait(full.index(s), ((done + step) // STAGES) & 1)
@@ -161,63 +161,14 @@ def _gather(
     end1 = gl.where(count1 > 0, gl.minimum((key1 - start) // BLOCK + count1, steps), end0)
     end1 = gl.maximum(end1, end0)
     _skip(0, begin0, done, full, empty, STAGES)
+    inputs = (
+        done, own, q0s, found, panels, full, empty, LEFT, across, start, place, part, b, first, LENGTHS, num_queries, num_keys,
+    )  # fmt: skip
     acc0 = gl.zeros([BLOCK, E0], gl.float32, SUMS)
     acc1 = gl.zeros([BLOCK, E0], gl.float32, SUMS)
-    about = LEFT, across, start, place, part, b, first, LENGTHS, num_queries, num_keys
-    acc0, acc1 = _gathered(
-        begin0,
-        begin1,
-        done,
-        acc0,
-        acc1,
-        own,
-        q0s,
-        found,
-        panels,
-        full,
-        empty,
-        about,
-        True,
-        False,
-        STAGES,
-        FILTER,
-    )
-    acc0, acc1 = _gathered(
-        begin1,
-        end0,
-        done,
-        acc0,
-        acc1,
-        own,
-        q0s,
-        found,
-        panels,
-        full,
-        empty,
-        about,
-        True,
-        True,
-        STAGES,
-        FILTER,
-    )
-    acc0, acc1 = _gathered(
-        end0,
-        end1,
-        done,
-        acc0,
-        acc1,
-        own,
-        q0s,
-        found,
-        panels,
-        full,
-        empty,
-        about,
-        False,
-        True,
-        STAGES,
-        FILTER,
-    )
+    acc0, acc1 = _gathered(begin0, begin1, acc0, acc1, inputs, True, False, STAGES, FILTER)
+    acc0, acc1 = _gathered(begin1, end0, acc0, acc1, inputs, True, True, STAGES, FILTER)
+    acc0, acc1 = _gathered(end0, end1, acc0, acc1, inputs, False, True, STAGES, FILTER)
     _skip(end1, steps, done, full, empty, STAGES)
     k0.store((acc0 * head0).to(k0.dtype))
     v.store((acc1 * head0).to(v.dtype))
