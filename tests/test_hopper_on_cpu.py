@@ -636,6 +636,39 @@ def test_a_ticket_for_queries_waits_for_tickets_before_it(parts, together, lengt
     assert sorted(queries) == [(p, low) for p in range(parts) for low in range(0, length, 256)]
 
 
+def planned(filter, length=8192, heads=16, mode=1, wants=True, dim=128):
+    """What `hopper.joins` asks a plan for."""
+    slot = SimpleNamespace(wants=wants)
+    static = SimpleNamespace(slots=(slot,), shape=(2, heads, length), filter=(filter,))
+    constants = {"E0": dim, "E1": 0, "V": dim, "MODE0": mode}
+    return SimpleNamespace(constants=constants, static=static, num_keys=length, device=None)
+
+
+@pytest.mark.parametrize(
+    ("joins", "plan", "lse"),
+    [
+        (True, planned((1, 1023, *CAUSAL[2:])), False),
+        (True, planned((0, 1024, 0, *CAUSAL[3:]), wants=False, mode=0), True),
+        (False, planned(CAUSAL), False),
+        (False, planned((0, *CAUSAL[1:])), False),
+        (False, planned((1, 100, *CAUSAL[2:])), False),
+        (False, planned((1, 3000, *CAUSAL[2:])), False),
+        (False, planned((0, 1024, 1, *CAUSAL[3:])), False),
+        (False, planned((1, 1024, *CAUSAL[2:7], 1, 0, 0)), False),
+        (False, planned((1, 1024, *CAUSAL[2:]), heads=2), False),
+        (False, planned((1, 1024, *CAUSAL[2:]), mode=2), False),
+        (False, planned((1, 1024, *CAUSAL[2:]), dim=64), False),
+        # Each query has a share of its own in the gradient of a scale.
+        (False, planned((1, 1024, *CAUSAL[2:])), True),
+        # Of so many heads, pairs are stored in turns.
+        (False, planned((1, 1024, *CAUSAL[2:]), heads=400), False),
+    ],
+)
+def test_who_reads_pairs_while_they_are_in_the_cache(joins, plan, lse, monkeypatch):
+    monkeypatch.setattr(hopper, "processors", lambda device: 132)
+    assert hopper.joins(plan, lse) == joins
+
+
 def test_the_first_cache_has_what_shared_memory_leaves(monkeypatch):
     asked, compiled = [], SimpleNamespace(metadata=SimpleNamespace(shared=183976), function=5)
     sizes = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)

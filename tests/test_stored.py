@@ -38,7 +38,7 @@ class Pass:
                 q, k, _, _, v, _, _, col, _, _, grad, lse2, delta, pairs, dk, _, dv, *_, ds,
             ) = tensors  # fmt: skip
             self.runs += 1
-            offset = numbers[-1]
+            *_, offset, _ = numbers
             col = col[:, :, None] if col.numel() else torch.zeros(())
             e = (q @ k.mT + col) * self.scale / math.log(2) - lse2[..., None]
             weights = torch.where(self.seen, e.exp2(), 0.0)

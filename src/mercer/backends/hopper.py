@@ -250,8 +250,9 @@ def joins(p: Plan, lse: bool) -> bool:
     c, slot, (batch, heads, _) = p.constants, p.static.slots[0], p.static.shape
     alone = c["E1"] == 0 and c["E0"] == c["V"] == 2 * GROUP and c["MODE0"] < 2
     alone = alone and (not slot.wants or scale_by_keys(p, lse))
-    many = _share(p) == batch * heads >= _at_once(p) / 2
-    return alone and _own_last(p) and NEAR <= _window(p) <= SHORT and many
+    if not (alone and _own_last(p) and NEAR <= _window(p) <= SHORT):
+        return False
+    return _share(p) == batch * heads >= _at_once(p) / 2
 
 
 def _at_once(p: Plan) -> int:
