@@ -456,8 +456,9 @@ def _keys(
     step = GROUP * (row + 4 * GROUP * banded + (8 + 2 * 16 if sides else 12))
     kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
     blocks, parts, *_ = _order(p, heads)
-    # Where there is room, the next keys come while these are at work.
-    buffers = 2 if (left - 2 * kept) // step >= 3 else 1
+    # Where there is room, the next keys come while these are at work. Pairs that are read again lie
+    # with the keys of one turn.
+    buffers = 2 if (left - 2 * kept) // step >= 3 and not joined else 1
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
