@@ -42,7 +42,11 @@ def _sorted(ticket, tiles, together, FILTER: gl.constexpr):
 
 @gluon.jit
 def _say_stored(stored):
-    """Says that a group is done with four blocks of queries: what it has stored for them lies in memory."""
+    """Says that a group is done with four blocks of queries: what it has stored for them lies in memory.
+
+    That is the second cache, where the copy engine stores, and reads again, and where this counts. So it does not
+    have to release, which would wait for all else that this thread has stored, too.
+    """
     _landed()
     barrier()
     gl.atomic_add(stored, 1, sem="relaxed", scope="gpu")
