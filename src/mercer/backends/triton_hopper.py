@@ -33,6 +33,7 @@ from .triton_groups import (
     _ones,
     _range,
     _skip,
+    _wait_for,
     _within,
     barrier,
     load,
@@ -92,12 +93,8 @@ def _wait_begun(begun, count):
     Nothing is read after it that the first level of the cache may hold: the copy engine adds in the second,
     where sums lay before this was said. So it does not have to acquire.
     """
-    code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
     n = gl.arange(0, WATCHED, gl.BlockedLayout([2], [32], [4], [0]))
-    place = begun + gl.minimum(n, count - 1)
-    has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
-    while has == 0:
-        has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
+    _wait_for(begun + gl.minimum(n, count - 1), 1)
 
 
 @gluon.jit
@@ -113,22 +110,22 @@ def _tile(
     if JOINED:
         second, ticket = _sorted(ticket, blocks * parts, together, FILTER)
         blocks = gl.where(second, (blocks + 1) // 2, blocks)
-    # Head by head, but for the last ones: of those the first blocks come first, which most see.
-    rest = ticket - (parts - last) * blocks
-    along, head = ticket % blocks, ticket // blocks
-    if FRESH:
-        # Who begins the sums of queries comes before all that add to them, and some heads take turns, so
-        # that nobody has to wait.
-        turn = ticket % (together * blocks)
-        along = blocks - 1 - turn // together
-        head = ticket // (together * blocks) * together + turn % together
-    block = gl.where(rest < 0, along, rest // last)
-    part = gl.where(rest < 0, head, parts - last + rest % last)
-    if JOINED:
         # Some heads together, from their ends on: so pairs of some queries are stored at about one time.
         before = ticket // (together * blocks) * together
         turn, count = ticket - before * blocks, gl.minimum(together, parts - before)
         block, part = blocks - 1 - turn // count, before + turn % count
+    else:
+        # Head by head, but for the last ones: of those the first blocks come first, which most see.
+        rest = ticket - (parts - last) * blocks
+        along, head = ticket % blocks, ticket // blocks
+        if FRESH:
+            # Who begins the sums of queries comes before all that add to them, and some heads take turns, so
+            # that nobody has to wait.
+            turn = ticket % (together * blocks)
+            along = blocks - 1 - turn // together
+            head = ticket // (together * blocks) * together + turn % together
+        block = gl.where(rest < 0, along, rest // last)
+        part = gl.where(rest < 0, head, parts - last + rest % last)
     bh = part + offset
     low = block * (2 * OWN)
     if JOINED:

@@ -1,6 +1,6 @@
 """Gradients of queries from pairs that the pass over keys has just stored, by the same programs.
 
-Programs take tickets for keys, or for 256 queries at a time. All heads of some go from their ends on, so that what
+Programs take tickets for keys, or for 256 queries at a time. Some heads at a time go from their ends on, so that what
 their queries see is stored at about one time, and read again while it is in the cache; once read, it need not reach
 memory at all. `triton_hopper` has the pass over keys.
 """
@@ -13,13 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .triton_groups import BLOCK, NOTE, OWN, _landed, _range, _skip, barrier, load
+from .triton_groups import BLOCK, NOTE, OWN, _landed, _range, _skip, _wait_for, barrier, load
 from .triton_kernels import _query_blocks
+from .triton_stored import BEYOND
 
 # Of each head, so many tickets for keys come before the first for queries, and as many as a window has.
 AHEAD = gl.constexpr(3)
-# No pairs lie here.
-BEYOND = gl.constexpr(2**28)
 
 
 @gluon.jit
@@ -55,11 +54,7 @@ def _say_stored(stored):
 @gluon.jit
 def _wait_stored(stored, count):
     """Waits until so many blocks of keys are done with four blocks of queries, and the copy engine may read pairs."""
-    code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
-    place = stored + gl.arange(0, 128, NOTE) * 0
-    has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
-    while has < count:
-        has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
+    _wait_for(stored + gl.arange(0, 128, NOTE) * 0, count)
     gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
     barrier()
     gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
