@@ -710,53 +710,117 @@ def test_few_queries_cut_the_keys_of_a_table_and_another_kernel(name, monkeypatc
     steps(ALL[name]() * mc.Lookup(rows) * mc.Exponential(), mc.Causal(), monkeypatch)
 
 
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize(
-    "filter", [mc.Causal(), mc.Padding([300, 1500, 40])], ids=["causal", "padding"]
-)
-@pytest.mark.parametrize(
-    ("batches", "groups", "queries", "slots"),
-    [((1, 1), 4, 1, 1), ((1, 1), 2, 1, 1), ((1, 3), 4, 1, 2), ((3, 1), 4, 1, 2), ((1, 1), 4, 2, 2)],
-    ids=["shared", "grouped", "own-keys", "own-query", "two-queries"],
-)
-def test_places_that_a_batch_shares_are_numbers_per_key_to_one_query(
-    batches, groups, queries, slots, filter, alibi, monkeypatch
-):
-    seen = []
-    prepared = triton_launch.prepare
-    monkeypatch.setattr(
-        triton_launch,
-        "prepare",
-        lambda x, *given, **options: seen.append(len(x.q)) or prepared(x, *given, **options),
-    )
+def with_places(batches=(1, 1), groups=4, queries=1, keys=1500, batch=3, dim=DIM, places=DIM):
+    """Queries, keys and values of a batch, with places that it may share; four heads."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, generator=draw).to(DEVICE)
 
-    kernel = mc.Exponential() * mc.Exponential(on="position")
-    if alibi:
-        kernel = (kernel * mc.ALiBi([0.01, 0.02, 0.03, 0.04])).to(DEVICE)
-    q = mc.Features(content=normal(3, 4, queries, DIM), position=normal(batches[0], 4, queries, 8))
-    k = mc.Features(
-        content=normal(3, groups, 1500, DIM), position=normal(batches[1], groups, 1500, 8)
+    q = mc.Features(
+        content=normal(batch, 4, queries, dim), position=normal(batches[0], 4, queries, places)
     )
-    v = normal(3, groups, 1500, 16)
-    options = {"filter": filter, "return_log_mass": True}
-    with torch.no_grad():
+    k = mc.Features(
+        content=normal(batch, groups, keys, dim), position=normal(batches[1], groups, keys, places)
+    )
+    return q, k, normal(batch, groups, keys, 16)
+
+
+def beside_reference(kernel, q, k, v, **options):
+    """(out, log_mass) of the fused kernels and of the reference, and the kernels started."""
+    started, start = [], launches.Launch.__call__
+
+    def call(self, *rest):
+        started.append((self.kernel.__name__, self.constants))
+        start(self, *rest)
+
+    options["return_log_mass"] = True
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches.Launch, "__call__", call)
         got = mc.smooth(kernel, q, k, v, **options, backend="triton")
-        want = mc.smooth(
-            kernel,
-            q.to(torch.float64),
-            k.to(torch.float64),
-            v.double(),
-            **options,
-            backend="reference",
-        )
-    # Heads that share keys are queries at one place instead.
-    assert seen == [2 if groups < 4 else slots]
+        exact = (q.to(torch.float64), k.to(torch.float64), v.double())
+        want = mc.smooth(kernel, *exact, **options, backend="reference")
+    return got, want, started
+
+
+EQ_9 = mc.Exponential() * mc.Exponential(on="position")
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize(
+    "filter",
+    [
+        mc.Causal(),
+        mc.Padding([300, 1500, 40]),
+        mc.Causal() & mc.Padding([1500, 20, 0]),
+        mc.Window(700, 0),
+        mc.Strided(32),
+        mc.Causal() & mc.Documents(torch.arange(3 * 1500).view(3, 1500) // 400),
+    ],
+    ids=["causal", "padding", "both", "window", "strided", "documents"],
+)
+@pytest.mark.parametrize(
+    ("batches", "groups", "queries", "shared"),
+    [
+        ((1, 1), 4, 1, True),
+        ((1, 1), 2, 1, True),
+        ((1, 1), 4, 2, True),
+        ((1, 3), 4, 1, False),
+        ((3, 1), 4, 1, False),
+    ],
+    ids=["shared", "grouped", "two-queries", "own-keys", "own-query"],
+)
+def test_sequences_that_share_places_come_two_by_two(
+    batches, groups, queries, shared, filter, alibi
+):
+    kernel = EQ_9 * mc.ALiBi([0.01, 0.02, 0.03, 0.04]) if alibi else EQ_9
+    given = with_places(batches, groups, queries)
+    got, want, started = beside_reference(kernel.to(DEVICE), *given, filter=filter)
+    # The third of three sequences is done twice. Slopes both ways are a table.
+    table = alibi and not filter.causal
+    assert started[-2][0] == ("forward_shared" if shared and not table else "forward")
+    assert started[-1][0] == "merge"
+    assert (got[0] - want[0]).abs().max() < 1e-5
+    empty = want[1] == -math.inf
+    assert torch.equal(got[1] == -math.inf, empty)
+    assert (got[1] - want[1])[~empty].abs().max() < 1e-4
+    again, _, _ = beside_reference(kernel, *given, filter=filter)
+    assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("dim", [20, 128, 200])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_sequences_that_share_places_have_features_of_any_width(dim, parts, monkeypatch):
+    monkeypatch.setattr(triton_launch, "processors", lambda device: 8 * (parts - 1) + 1)
+    kernel = mc.Exponential(scale=dim**-0.5) * mc.Exponential(scale=dim**-0.5, on="position")
+    given = with_places(groups=2, keys=1030, dim=dim, places=24)
+    got, want, started = beside_reference(kernel, *given, filter=mc.Causal())
+    assert [n for n, _ in started] == ["forward_shared", "merge"][:parts]
     assert (got[0] - want[0]).abs().max() < 1e-5
     assert (got[1] - want[1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_sequences_that_share_places_share_nothing_else(value):
+    q, k, v = with_places(groups=2)
+    lengths = torch.tensor([1500, 700, 1500])
+    want, _, _ = beside_reference(EQ_9, q, k, v, filter=mc.Padding(lengths))
+    # Seen by the first sequence, and by nobody.
+    v[0, 0, 1200, 3] = value
+    v[1, 1, 1200, 3] = value
+    got, _, started = beside_reference(EQ_9, q, k, v, filter=mc.Padding(lengths))
+    assert started[0][0] == "forward_shared"
+    assert not got[0][0, :2, 0, 3].isfinite().any()
+    assert torch.equal(got[0][1:], want[0][1:])
+    assert torch.equal(got[0][0, 2:], want[0][0, 2:])
+
+
+@pytest.mark.parametrize("kernel", [EQ_9 * mc.RBF(2.0), EQ_9 * mc.Laplace(on="position")])
+def test_other_kernels_of_shared_places_take_one_sequence_each(kernel):
+    kernel = kernel.to(DEVICE)
+    got, want, started = beside_reference(kernel, *with_places(), filter=mc.Causal())
+    assert "forward_shared" not in dict(started)
+    assert (got[0] - want[0]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

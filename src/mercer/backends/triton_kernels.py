@@ -639,6 +639,51 @@ def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
 
 
 @triton.jit
+def _spared(values, t):
+    """Values without those that are not finite, whose scores say so instead.
+
+    Such a value must not meet a weight of zero: 0 times NaN is NaN.
+    """
+    finite = tl.abs(values) < float("inf")
+    bad = tl.max(tl.where(finite, 0, 1), 1) > 0
+    return tl.where(finite, values, 0.0), tl.where(bad[None, :], float("nan"), t)
+
+
+@triton.jit
+def _cut(
+    start, stop, sure_start, sure_stop, part, parts, num_keys,
+    BN: tl.constexpr, SPLIT: tl.constexpr, SIMPLE: tl.constexpr,
+):  # fmt: skip
+    """What `_key_range` gave, in blocks of keys, of one part of them.
+
+    [start, sure_start) and [sure_stop, stop) need a mask; what lies between does not.
+    """
+    start = tl.maximum(start, 0) // BN * BN
+    if SPLIT:
+        length = (num_keys + parts - 1) // parts
+        length = (length + BN - 1) // BN * BN
+        start = tl.maximum(start, part * length)
+        stop = tl.minimum(stop, (part + 1) * length)
+    stop = tl.maximum(stop, start)
+    if SIMPLE:
+        sure_start = tl.minimum(tl.maximum((sure_start + BN - 1) // BN * BN, start), stop)
+        sure_stop = tl.maximum(tl.minimum(sure_stop, stop) // BN * BN, sure_start)
+    else:
+        sure_start = stop
+        sure_stop = stop
+    return start, stop, sure_start, sure_stop
+
+
+@triton.jit
+def _finished(acc, mass, peak):
+    """(out, log_mass) of sums; the peak is a logarithm to the base 2."""
+    empty = mass == 0.0
+    safe = tl.where(empty, 1.0, mass)
+    lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
+    return acc / safe[:, None], lse
+
+
+@triton.jit
 def _forward_span(
     acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
     band, tiles, begin, lengths, ids, own, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
@@ -702,11 +747,7 @@ def _forward_span(
                 if OWN == 2:
                     t = tl.where(same, own[:, None], t)
             else:
-                # A value that is not finite must not meet a weight of zero: 0 times NaN is NaN.
-                finite = tl.abs(values) < float("inf")
-                bad = tl.max(tl.where(finite, 0, 1), 1) > 0
-                values = tl.where(finite, values, 0.0)
-                t = tl.where(bad[None, :], float("nan"), t)
+                values, t = _spared(values, t)
         if FORM == PLAIN:
             # One dot product: the positive scale waits until the exponent, one operation.
             if MASK:
@@ -890,20 +931,10 @@ def forward(
     low = block * BM + place
     high = low if GROUPED else tl.minimum(block * BM + BM, num_queries) - 1 + place
     start, stop, sure_start, sure_stop = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
-    start = tl.maximum(start, 0) // BN * BN
-    if SPLIT:
-        part = (num_keys + tl.num_programs(2) - 1) // tl.num_programs(2)
-        part = (part + BN - 1) // BN * BN
-        start = tl.maximum(start, tl.program_id(2) * part)
-        stop = tl.minimum(stop, (tl.program_id(2) + 1) * part)
-    stop = tl.maximum(stop, start)
-    if SIMPLE:
-        # [start, sure_start) and [sure_stop, stop) need a mask; what lies between does not.
-        sure_start = tl.minimum(tl.maximum((sure_start + BN - 1) // BN * BN, start), stop)
-        sure_stop = tl.maximum(tl.minimum(sure_stop, stop) // BN * BN, sure_start)
-    else:
-        sure_start = stop
-        sure_stop = stop
+    start, stop, sure_start, sure_stop = _cut(
+        start, stop, sure_start, sure_stop, tl.program_id(2), tl.num_programs(2), num_keys, BN, SPLIT,
+        SIMPLE,
+    )  # fmt: skip
     if FAST > 0:
         # All keys in one loop, and no peak to look for where it is known; what that cannot do is rare.
         if FAST == 2:
@@ -955,13 +986,11 @@ def forward(
         y = _rows(OWN_V + b * ovb + h * ovh, ovt, n, dv, V, num_queries, True)
         acc += share[:, None] * y.to(tl.float32)
     empty = mass == 0.0
-    safe = tl.where(empty, 1.0, mass)
-    out = acc / safe[:, None]
-    if DROPOUT:
-        out = out / (1.0 - dropout)
     if FORM == POLY:
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
-    lse = tl.where(empty, float("-inf"), LN2 * (tl.where(empty, 0.0, peak) + tl.log2(safe)))
+    out, lse = _finished(acc, mass, peak)
+    if DROPOUT:
+        out = out / (1.0 - dropout)
     if OWN > 0:
         spoiled = empty | _spoiled(BAD, bh, i, bad_blocks, MOST)
         fine = (tl.abs(out) < float("inf")) & ~spoiled[:, None]
@@ -980,31 +1009,24 @@ def forward(
 
 
 @triton.jit
-def merge(
-    PARTS, MASSES, OUT, LSE, rows, dv, SPLITS: tl.constexpr, V: tl.constexpr, BM: tl.constexpr
-):
-    """One out and log_mass from those of every part of the keys."""
-    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    e = tl.arange(0, V)
-    inside = n < rows
-    mask = inside[:, None] & (e[None, :] < dv)
-    peak = tl.zeros((BM,), tl.float32) + float("-inf")
-    mass = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, V), tl.float32)
-    for part in tl.range(SPLITS):
-        log = tl.load(MASSES + part * rows + n, mask=inside, other=float("-inf"))
-        higher = tl.maximum(peak, log, propagate_nan=tl.PropagateNan.ALL)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        share, shrink = tl.exp(log - base), tl.exp(peak - base)
-        out = tl.load(PARTS + (part * rows + n[:, None]) * dv + e[None, :], mask=mask, other=0.0)
-        acc = acc * shrink[:, None] + out * share[:, None]
-        mass = mass * shrink + share
-        peak = higher
+def merge(PARTS, MASSES, OUT, LSE, rows, dv, SPLITS: tl.constexpr, V: tl.constexpr):
+    """One out and log_mass of a row from those of every part of the keys."""
+    n = tl.program_id(0).to(tl.int64)
+    part, e = tl.arange(0, SPLITS), tl.arange(0, V)
+    log = tl.load(MASSES + part * rows + n)
+    out = tl.load(
+        PARTS + (part * rows + n)[:, None] * dv + e[None, :], mask=(e < dv)[None, :], other=0.0
+    )
+    peak = tl.max(log, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    # Of a part that is not a number, so is its share, and all that comes of it.
+    share = tl.exp(log - base)
+    mass = tl.sum(share, 0)
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
-    out = acc / safe[:, None]
-    tl.store(OUT + n[:, None] * dv + e[None, :], out.to(OUT.dtype.element_ty), mask=mask)
-    tl.store(LSE + n, tl.where(empty, float("-inf"), peak + tl.log(safe)), mask=inside)
+    out = tl.sum(out * share[:, None], 0) / safe
+    tl.store(OUT + n * dv + e, out.to(OUT.dtype.element_ty), mask=e < dv)
+    tl.store(LSE + n, tl.where(empty, float("-inf"), base + tl.log(safe)))
 
 
 @triton.jit

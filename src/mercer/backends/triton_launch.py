@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..term import repeat
-from . import bands, hopper
+from . import bands, hopper, sharing
 from .launches import INTERPRETED, NO_OWN, Launch, helper, launch_of
 from .triton_plan import (
     NO_LOG,
@@ -30,7 +30,6 @@ from .triton_plan import (
     describe,
     empty,
     key_parts,
-    part_of_one,
     plan,
     processors,
     room,
@@ -43,8 +42,8 @@ LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
 # pass over the keys for each slot.
 ROOM = 512
-# With fewer keys, what one query has of them is not worth a kernel of its own.
-MANY_KEYS = 1024
+# Programs for each processor where keys are cut into parts.
+AT_WORK = 4
 
 
 class Own(NamedTuple):
@@ -197,8 +196,6 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """`forward` for few queries: by parts of the keys, which are read once."""
     shape, group = static.shape, _group(x, static)
-    if group == 1:
-        x, static = _folded(x, static)
     inside = _inside(x, static)
     band = bands.form(x.bias, static, x.v)
     ready = prepare(x, static, band, inside, few=True)
@@ -208,7 +205,7 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
         ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
         static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
     (p,) = _plans_of(x, static, ready)
-    out, low, lse = forward_of(x, p, ready, _parts(x, static), inside)
+    out, low, lse = forward_of(x, p, ready, _parts(x, p), inside)
     return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
 
 
@@ -241,26 +238,6 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     return x[:, :, 0].unflatten(1, (-1, group))
 
 
-def _folded(x: Inputs, static: Static) -> tuple[Inputs, Static]:
-    """What one query has of keys that all the batch shares becomes a number per key, formed once."""
-    (batch, heads, num_queries), (slot, *others) = static.shape, static.slots
-    if num_queries > 1 or batch == 1 or static.trains or not (others and part_of_one(static)):
-        return x, static
-    q, k = x.q[1], x.k[1]
-    if q.shape[0] > 1 or k.shape[0] > 1 or k.shape[2] < MANY_KEYS:
-        return x, static
-    length, width = k.shape[2:]
-    col = q.new_empty((1, heads, length), dtype=torch.float32)
-    helper(
-        "key_products", (-(-length // 64), heads, 1), {"WIDTH": room(width), "BM": 64}, (q, k, col),
-        (length, width, heads // k.shape[1], q.stride(1), k.stride(1), k.stride(2)),
-    )  # fmt: skip
-    for other in x.col:
-        col = add(col, other) if other.numel() else col
-    x = replace(x, q=x.q[:1], k=x.k[:1], scale=x.scale[:1], row=x.row[:1], col=[col])
-    return x, static._replace(slots=(slot,))
-
-
 def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
     """The launches that make up a call: one, or with a table that within its reach and that beyond."""
     return [plan(x, part, ready) for part in cut_at_reach(static, x.v.shape[2])]
@@ -282,21 +259,24 @@ def forward_of(
     if not parts and own is None and hopper.forwards(p):
         hopper.forward(x, p, ready, out, low, lse)
         return out, low, lse
-    given, strides, kind = _own(own, lse, 3)
-    blocks = 0 if own is None else own.also[0].shape[1]
-    launch = launch_of(
-        p, "forward", parts=parts, inside=inside, low=low.numel() > 0, own=kind,
-        most=blocks and room(blocks),
-    )  # fmt: skip
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    tensors = (*_tensors(x, ready, p, launch, "forward"), *targets, *given)
-    launch(tensors, (*p.numbers(x.seed), *strides, blocks))
+    if parts and sharing.takes(p, x):
+        sharing.forward(x, p, ready, targets[0], targets[2], parts)
+    else:
+        given, strides, kind = _own(own, lse, 3)
+        blocks = 0 if own is None else own.also[0].shape[1]
+        launch = launch_of(
+            p, "forward", parts=parts, inside=inside, low=low.numel() > 0, own=kind,
+            most=blocks and room(blocks),
+        )  # fmt: skip
+        tensors = (*_tensors(x, ready, p, launch, "forward"), *targets, *given)
+        launch(tensors, (*p.numbers(x.seed), *strides, blocks))
     if parts > 1:
         rows = batch * heads * num_queries
         helper(
-            "merge", (-(-rows // 4), 1, 1), {"SPLITS": parts, "V": p.constants["V"], "BM": 4},
+            "merge", (rows, 1, 1), {"SPLITS": parts, "V": p.constants["V"]},
             (targets[0], targets[2], out, lse), (rows, v.shape[-1]),
         )  # fmt: skip
     return out, low, lse
@@ -313,11 +293,13 @@ def empty_low(out: Tensor, keeps: bool) -> Tensor:
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
-def _parts(x: Inputs, static: Static) -> int:
+def _parts(x: Inputs, p: Plan) -> int:
     """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
-    batch, heads, _ = static.shape
-    wanted = 4 * processors(x.v.device) // (batch * heads)
-    most = min(x.v.shape[2] // PART, wanted, 64)
+    batch, heads, _ = p.static.shape
+    programs, each = batch * heads, AT_WORK
+    if sharing.takes(p, x):
+        programs, each = sharing.programs(p), sharing.AT_ONCE
+    most = min(p.num_keys // PART, each * processors(p.device) // programs, 64)
     return 1 << max(0, most.bit_length() - 1)
 
 

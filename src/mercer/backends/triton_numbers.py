@@ -57,19 +57,6 @@ def split_columns(COL, OUT, count, BM: tl.constexpr, FOR: tl.constexpr):
 
 
 @triton.jit
-def key_products(
-    Q, K, OUT, length, width, group, sqh, skh, skt, WIDTH: tl.constexpr, BM: tl.constexpr
-):
-    """<q, k> of the one query of each head with every key, [heads, length]."""
-    h = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BM + tl.arange(0, BM)
-    e = tl.arange(0, WIDTH)
-    q = tl.load(Q + h * sqh + e, mask=e < width, other=0.0).to(tl.float32)
-    k = _rows(K + (h // group) * skh, skt, n, width, WIDTH, length, True).to(tl.float32)
-    tl.store(OUT + h * length + n, tl.sum(q[None, :] * k, 1), mask=n < length)
-
-
-@triton.jit
 def _form_deltas(
     GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, bh, n, num_heads, length, width,
     WIDTH: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,

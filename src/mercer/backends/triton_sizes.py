@@ -103,7 +103,7 @@ EACH = 2
 # Few queries against many keys, by parts of the keys, none of which is shorter; what is wide has no room
 # for more.
 SPLIT_QUERIES, PART = 16, 512
-SPLITS = {64: Sizes(16, 64, 4, 3), 128: Sizes(16, 128, 8, 3), 256: Sizes(16, 64, 4, 3)}
+SPLITS = {64: Sizes(16, 64, 4, 3), 128: Sizes(16, 128, 4, 3), 256: Sizes(16, 64, 4, 3)}
 # The shared memory that a program may take on Hopper, in bytes.
 HOPPER = 232448
 
