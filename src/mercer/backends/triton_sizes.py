@@ -103,7 +103,9 @@ EACH = 2
 # Few queries against many keys, by parts of the keys, none of which is shorter; what is wide has no room
 # for more.
 SPLIT_QUERIES, PART = 16, 512
-SPLITS = {64: Sizes(16, 64, 4, 3), 128: Sizes(16, 128, 4, 3), 256: Sizes(16, 64, 4, 3)}
+SPLITS = {64: Sizes(16, 64, 4, 3), 128: Sizes(16, 128, 8, 2), 256: Sizes(16, 64, 4, 3)}
+# With a table, whose blocks are no larger than a granule.
+TABLE_SPLITS = SPLITS | {128: Sizes(16, 64, 4, 2)}
 # The shared memory that a program may take on Hopper, in bytes.
 HOPPER = 232448
 
@@ -151,7 +153,8 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
         needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = bucket_of(p)
     if kind == "split":
-        sizes = SPLITS.get(bucket, Sizes(SPLIT_QUERIES, 32, 4, 2))
+        splits = TABLE_SPLITS if c["CLIP"] >= 0 else SPLITS
+        sizes = splits.get(bucket, Sizes(SPLIT_QUERIES, 32, 4, 2))
     else:
         names = (needs, *FALLBACKS.get(needs, ("link",)))
         found = (SIZES[kind, bucket, name] for name in names if (kind, bucket, name) in SIZES)
