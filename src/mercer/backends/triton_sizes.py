@@ -104,7 +104,8 @@ EACH = 2
 # for more.
 SPLIT_QUERIES, PART = 16, 512
 SPLITS = {64: Sizes(16, 64, 4, 3), 128: Sizes(16, 128, 8, 2), 256: Sizes(16, 64, 4, 3)}
-# With a table, whose blocks are no larger than a granule.
+# With two slots; and with a table, whose blocks are no larger than a granule.
+PART_SPLITS = SPLITS | {128: Sizes(16, 128, 8, 3)}
 TABLE_SPLITS = SPLITS | {128: Sizes(16, 64, 4, 2)}
 # The shared memory that a program may take on Hopper, in bytes.
 HOPPER = 232448
@@ -153,7 +154,7 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
         needs = "each" if c["MODE0"] == 2 else "keyed"
     bucket = bucket_of(p)
     if kind == "split":
-        splits = TABLE_SPLITS if c["CLIP"] >= 0 else SPLITS
+        splits = TABLE_SPLITS if c["CLIP"] >= 0 else PART_SPLITS if c["E1"] else SPLITS
         sizes = splits.get(bucket, Sizes(SPLIT_QUERIES, 32, 4, 2))
     else:
         names = (needs, *FALLBACKS.get(needs, ("link",)))
