@@ -1,0 +1,94 @@
+"""How few queries are cut into programs: what needs no GPU of tests/test_triton.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mercer.backends import sharing, triton_launch, triton_sizes
+
+PLAIN = {"FORM": triton_sizes.PLAIN, "SAME": True, "CLIP": -1, "DROPOUT": False} | {
+    f"HAS_{name}{n}": False for name in ("COL", "ROW") for n in (0, 1)
+}
+
+
+def plan(width, dtype=torch.bfloat16, shape=(8, 8, 4), places=None, **constants):
+    static = SimpleNamespace(shape=shape, trains=False)
+    widths = {
+        "E0": width,
+        "E1": width if places is None else places,
+        "V": width,
+        "LINK0": 0,
+        "LINK1": 0,
+    }
+    return SimpleNamespace(
+        constants=PLAIN | widths | constants, static=static, dtype=dtype, num_keys=32768,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def inputs(queries=1, keys=1):
+    """Content of a batch, and places of as many sequences."""
+    q, k = (torch.empty(n, 1, 1, 1) for n in (queries, keys))
+    return SimpleNamespace(q=[torch.empty(8, 1, 1, 1), q], k=[torch.empty(8, 1, 1, 1), k])
+
+
+@pytest.mark.parametrize("width", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_two_programs_of_two_sequences_share_a_processor(width, dtype):
+    keys = sharing._keys(plan(width, dtype))
+    block = dtype.itemsize * width * 5
+    assert 2 * keys * block <= triton_sizes.HOPPER
+    # And there is no room for blocks of twice the keys, or no need.
+    assert keys == 128 or 4 * keys * block > triton_sizes.HOPPER - 2 * 16 * block
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"), [((8, 8, 4), 8), ((7, 8, 4), 8), ((32, 16, 1), 1), ((2, 4, 1), 64)]
+)
+def test_programs_of_two_sequences_all_run_at_once(shape, parts, monkeypatch):
+    monkeypatch.setattr(triton_launch, "processors", lambda device: 132)
+    p = plan(128, shape=shape)
+    assert triton_launch._parts(inputs(), p) == parts
+    assert sharing.programs(p) * parts <= 2 * 132
+
+
+@pytest.mark.parametrize(
+    ("changes", "given"),
+    [
+        ({}, inputs(queries=8)),
+        ({}, inputs(keys=8)),
+        ({"shape": (1, 8, 4)}, inputs()),
+        ({"SAME": False}, inputs()),
+        ({"FORM": 0}, inputs()),
+        ({"CLIP": 4}, inputs()),
+        ({"HAS_COL1": True}, inputs()),
+        ({"HAS_ROW0": True}, inputs()),
+        ({"DROPOUT": True}, inputs()),
+    ],
+    ids=lambda x: "-".join(x) or "own" if isinstance(x, dict) else "",
+)
+def test_whatever_else_there_is_has_programs_of_one_sequence(changes, given):
+    assert sharing.takes(plan(128), inputs())
+    assert sharing.takes(plan(128, HAS_COL0=True), inputs())
+    assert not sharing.takes(plan(128, **changes), given)
+
+
+@pytest.mark.parametrize(
+    ("width", "places", "clip", "found"),
+    [
+        (128, 0, -1, (128, 8, 2)),
+        (64, 64, -1, (128, 8, 3)),
+        (128, 0, 64, (64, 4, 2)),
+        (64, 0, 64, (64, 4, 3)),
+    ],
+    ids=["one-factor", "two-factors", "table", "narrow-table"],
+)
+def test_blocks_are_those_that_were_measured(width, places, clip, found):
+    p = plan(width, places=places, CLIP=clip, FILTER=((1, -1),), MODE0=0)
+    sizes = triton_sizes.sizes_of("split", p)
+    assert (sizes.keys, sizes.warps, sizes.stages) == found
+    assert (
+        triton_sizes.fitted("forward", sizes, SimpleNamespace(**vars(p), spread=False), 232448)
+        == sizes
+    )
