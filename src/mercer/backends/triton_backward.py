@@ -29,6 +29,7 @@ from .triton_kernels import (
     _band_block,
     _band_start,
     _block,
+    _cut,
     _delta,
     _down,
     _empty_span,
@@ -729,14 +730,9 @@ def backward_queries(
     low = block * BM + place
     high = tl.minimum(block * BM + BM, num_queries) - 1 + place
     start, stop, sure_start, sure_stop = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
-    start = tl.maximum(start, 0) // BN * BN
-    stop = tl.maximum(stop, start)
-    if SIMPLE:
-        sure_start = tl.minimum(tl.maximum((sure_start + BN - 1) // BN * BN, start), stop)
-        sure_stop = tl.maximum(tl.minimum(sure_stop, stop) // BN * BN, sure_start)
-    else:
-        sure_start = stop
-        sure_stop = stop
+    start, stop, sure_start, sure_stop = _cut(
+        start, stop, sure_start, sure_stop, 0, 1, num_keys, BN, False, SIMPLE
+    )
     near = sure_stop
     if CLIP >= 0:
         near = tl.maximum(tl.minimum((low - CLIP + 1) // BN * BN, sure_stop), sure_start)
