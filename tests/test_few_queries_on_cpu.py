@@ -53,6 +53,19 @@ def test_programs_of_two_sequences_all_run_at_once(shape, parts, monkeypatch):
     assert sharing.programs(p) * parts <= 2 * 132
 
 
+@pytest.mark.parametrize("heads", [1, 9, 12, 40, 64, 96, 130, 200, 500, 3000])
+def test_programs_fill_the_device(heads, monkeypatch):
+    monkeypatch.setattr(triton_launch, "processors", lambda device: 132)
+    p = plan(128, shape=(1, heads, 1))
+    parts = triton_launch._parts(inputs(), p)
+    room = 4 * 132
+    assert parts == 1 or heads * parts <= room
+    assert parts == 64 or heads * (parts + 1) > room
+    # None of them is too short to be worth a program.
+    p.num_keys = 2100
+    assert triton_launch._parts(inputs(), p) == min(parts, 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "given"),
     [

@@ -500,6 +500,16 @@ def test_few_queries_cut_the_keys_into_parts(name, filter, monkeypatch):
     steps(ALL[name](), filter, monkeypatch)
 
 
+@pytest.mark.parametrize(("keys", "parts"), [(1600, 3), (2700, 5), (3100, 6)])
+def test_few_queries_cut_the_keys_into_any_number_of_parts(keys, parts, monkeypatch):
+    steps(ALL["rbf-per-head"](), mc.Causal(), monkeypatch, parts, keys=keys)
+    given = with_places(groups=2, keys=keys)
+    got, want, started = beside_reference(EQ_9, *given, filter=mc.Causal())
+    assert [n for n, _ in started] == ["forward_shared", "merge"]
+    assert (got[0] - want[0]).abs().max() < 1e-5
+    assert (got[1] - want[1]).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("name", ["laplace", "rational", "matern-1/2", "matern-3/2", "matern-5/2"])
 @pytest.mark.parametrize(
     "filter", [mc.Causal(), mc.Padding([300, 1500])], ids=["causal", "padding"]

@@ -1008,15 +1008,17 @@ def forward(
     tl.store(LSE + line + n, lse, mask=inside)
 
 
-@triton.jit
-def merge(PARTS, MASSES, OUT, LSE, rows, dv, SPLITS: tl.constexpr, V: tl.constexpr):
-    """One out and log_mass of a row from those of every part of the keys."""
+@triton.jit(do_not_specialize=["parts"])
+def merge(OUTS, MASSES, OUT, LSE, rows, parts, dv, PARTS: tl.constexpr, V: tl.constexpr):
+    """One out and log_mass of a row from those of every part of the keys, of which there is room for PARTS."""
     n = tl.program_id(0).to(tl.int64)
-    part, e = tl.arange(0, SPLITS), tl.arange(0, V)
-    log = tl.load(MASSES + part * rows + n)
+    part, e = tl.arange(0, PARTS), tl.arange(0, V)
+    there, inside = part < parts, e < dv
+    log = tl.load(MASSES + part * rows + n, mask=there, other=float("-inf"))
     out = tl.load(
-        PARTS + (part * rows + n)[:, None] * dv + e[None, :], mask=(e < dv)[None, :], other=0.0
-    )
+        OUTS + (part * rows + n)[:, None] * dv + e[None, :],
+        mask=there[:, None] & inside[None, :], other=0.0,
+    )  # fmt: skip
     peak = tl.max(log, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
     # Of a part that is not a number, so is its share, and all that comes of it.
@@ -1025,7 +1027,7 @@ def merge(PARTS, MASSES, OUT, LSE, rows, dv, SPLITS: tl.constexpr, V: tl.constex
     empty = mass == 0.0
     safe = tl.where(empty, 1.0, mass)
     out = tl.sum(out * share[:, None], 0) / safe
-    tl.store(OUT + n * dv + e, out.to(OUT.dtype.element_ty), mask=e < dv)
+    tl.store(OUT + n * dv + e, out.to(OUT.dtype.element_ty), mask=inside)
     tl.store(LSE + n, tl.where(empty, float("-inf"), base + tl.log(safe)))
 
 

@@ -42,8 +42,8 @@ LOG2E = math.log2(math.e)
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
 # pass over the keys for each slot.
 ROOM = 512
-# Programs for each processor where keys are cut into parts.
-AT_WORK = 4
+# Programs for each processor where keys are cut into parts, and how many parts are merged at most.
+AT_WORK, MOST_PARTS = 4, 64
 
 
 class Own(NamedTuple):
@@ -276,8 +276,8 @@ def forward_of(
     if parts > 1:
         rows = batch * heads * num_queries
         helper(
-            "merge", (rows, 1, 1), {"SPLITS": parts, "V": p.constants["V"]},
-            (targets[0], targets[2], out, lse), (rows, v.shape[-1]),
+            "merge", (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
+            (targets[0], targets[2], out, lse), (rows, parts, v.shape[-1]),
         )  # fmt: skip
     return out, low, lse
 
@@ -299,8 +299,7 @@ def _parts(x: Inputs, p: Plan) -> int:
     programs, each = batch * heads, AT_WORK
     if sharing.takes(p, x):
         programs, each = sharing.programs(p), sharing.AT_ONCE
-    most = min(p.num_keys // PART, each * processors(p.device) // programs, 64)
-    return 1 << max(0, most.bit_length() - 1)
+    return max(1, min(p.num_keys // PART, each * processors(p.device) // programs, MOST_PARTS))
 
 
 def backward(
