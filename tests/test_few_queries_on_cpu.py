@@ -7,9 +7,7 @@ import torch
 
 from mercer.backends import sharing, triton_launch, triton_sizes
 
-PLAIN = {"FORM": triton_sizes.PLAIN, "SAME": True, "CLIP": -1, "DROPOUT": False} | {
-    f"HAS_{name}{n}": False for name in ("COL", "ROW") for n in (0, 1)
-}
+PLAIN = {"FORM": triton_sizes.PLAIN, "SAME": True, "CLIP": -1, "DROPOUT": False, "HAS_COL0": False}
 
 
 def plan(width, dtype=torch.bfloat16, shape=(8, 8, 4), places=None, **constants):
@@ -36,11 +34,25 @@ def inputs(queries=1, keys=1):
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_two_programs_of_two_sequences_share_a_processor(width, dtype):
-    keys = sharing._keys(plan(width, dtype))
-    block = dtype.itemsize * width * 5
-    assert 2 * keys * block <= triton_sizes.HOPPER
+    p = plan(width, dtype)
+    keys = sharing._keys(p)
+    # Two blocks of keys and values, one of places, and their queries.
+    row, queries = dtype.itemsize * width * 5, dtype.itemsize * width * 3 * 16
+    more = 0 if dtype == torch.bfloat16 else 16384
+    assert 2 * (keys * row + queries + more) <= triton_sizes.HOPPER or not keys
     # And there is no room for blocks of twice the keys, or no need.
-    assert keys == 128 or 4 * keys * block > triton_sizes.HOPPER - 2 * 16 * block
+    twice = max(16, 2 * keys)
+    assert keys == 128 or 2 * (twice * (row + 64) + queries + more) > triton_sizes.HOPPER - 2048
+    assert sharing.takes(p, inputs()) == (keys > 0)
+
+
+def test_what_is_too_wide_for_that_has_programs_of_one_sequence(monkeypatch):
+    assert sharing._keys(plan(128)) == 64
+    # As most GPUs have it.
+    monkeypatch.setattr(sharing, "shared_memory", lambda device: 101376)
+    assert sharing._keys(plan(128)) == 16
+    assert sharing.takes(plan(128), inputs())
+    assert not sharing.takes(plan(256), inputs())
 
 
 @pytest.mark.parametrize(
@@ -75,8 +87,6 @@ def test_programs_fill_the_device(heads, monkeypatch):
         ({"SAME": False}, inputs()),
         ({"FORM": 0}, inputs()),
         ({"CLIP": 4}, inputs()),
-        ({"HAS_COL1": True}, inputs()),
-        ({"HAS_ROW0": True}, inputs()),
         ({"DROPOUT": True}, inputs()),
     ],
     ids=lambda x: "-".join(x) or "own" if isinstance(x, dict) else "",

@@ -825,6 +825,87 @@ def test_sequences_that_share_places_share_nothing_else(value):
     assert torch.equal(got[0][0, 2:], want[0][0, 2:])
 
 
+def _expanded(q, k, v):
+    """Places that are there for every sequence, in one piece of memory."""
+    q, k = (
+        mc.Features(content=x.part("content"), position=x.part("position").expand(3, -1, -1, -1))
+        for x in (q, k)
+    )
+    return q, k, v
+
+
+def _first_sequence(q, k, v):
+    return q, mc.Features(content=k.part("content")[:1], position=k.part("position")), v[:1]
+
+
+def _odd_strides(q, k, v):
+    """Keys and values that the copy engine cannot read."""
+    k = mc.Features(content=_apart(k.part("content")), position=_apart(k.part("position")))
+    return q, k, _apart(v)
+
+
+def _apart(x):
+    return torch.nn.functional.pad(x, (0, 1))[..., :-1]
+
+
+def _two_heads_of_places(q, k, v):
+    return q, mc.Features(content=k.part("content"), position=k.part("position")[:, :2]), v
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["places-last", "places-first"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda *given: given, _expanded, _first_sequence, _odd_strides, _two_heads_of_places],
+    ids=["plain", "expanded", "first-sequence", "odd-strides", "two-heads"],
+)
+def test_places_are_shared_however_they_come(change, turned):
+    given = change(*with_places())
+    kernel = mc.Exponential(on="position") * mc.Exponential() if turned else EQ_9
+    # Two calls are as one: the second makes notes, and the third repeats them.
+    for _ in range(3):
+        got, want, started = beside_reference(kernel, *given, filter=mc.Causal())
+        assert started[0][0] == "forward_shared"
+        assert (got[0] - want[0]).abs().max() < 1e-5
+        assert (got[1] - want[1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("part", ["content", "position"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        EQ_9,
+        mc.Exponential(on="position") * mc.RBF(2.0),
+        mc.Exponential(on="position") * mc.AdaptiveRBF(DIM),
+        mc.Exponential(on="position") * mc.Laplace(2.0),
+        EQ_9 * mc.Lookup(torch.randn(9, DIM, generator=torch.Generator().manual_seed(1))),
+    ],
+    ids=["eq-9", "rbf", "adaptive", "laplace", "lookup"],
+)
+@pytest.mark.parametrize("groups", [4, 2])
+def test_queries_of_one_head_are_those_of_all(kernel, part, queries, groups):
+    q, k, v = with_places((3, 3), groups, queries, keys=600)
+    names = {"content": q.part("content"), "position": q.part("position")}
+    names[part] = names[part][:, :1].contiguous()
+    kernel = kernel.to(DEVICE)
+    found = []
+    for backend, wide in (("triton", False), ("reference", True)):
+        leaves = [*names.values(), k.part("content"), k.part("position"), v]
+        leaves = [(x.double() if wide else x).detach().requires_grad_() for x in leaves]
+        content, position, *keys, values = leaves
+        out = mc.smooth(
+            kernel.double() if wide else kernel,
+            mc.Features(content=content, position=position),
+            mc.Features(content=keys[0], position=keys[1]),
+            values, filter=mc.Causal(), backend=backend,
+        )  # fmt: skip
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        kernel.float()
+    for got, want in zip(*found, strict=True):
+        assert got.shape == want.shape
+        assert (got - want).abs().max() < 1e-4 * (1 + want.abs().max())
+
+
 @pytest.mark.parametrize("kernel", [EQ_9 * mc.RBF(2.0), EQ_9 * mc.Laplace(on="position")])
 def test_other_kernels_of_shared_places_take_one_sequence_each(kernel):
     kernel = kernel.to(DEVICE)

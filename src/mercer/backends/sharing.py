@@ -5,26 +5,45 @@ That is how decoding reads places: they are the same for all of a batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from .launches import Launch
-from .triton_plan import Inputs, Numbers, Plan, describe
-from .triton_sizes import PLAIN, SPLIT_QUERIES, shared_memory
+from .launches import RESERVED, Launch
+from .triton_plan import Inputs, Numbers, Plan, Static, describe, part_of_one
+from .triton_sizes import EACH, PLAIN, SPLIT_QUERIES, shared_memory
 
 # Sequences of a program. With four, there is room for one program on a processor, and that waits.
 COUNT = 2
 # Programs that share a processor, by what they take of its shared memory.
 AT_ONCE = 2
+# What products of float32 take of it beside their operands.
+EXACT = 2**14
 
 
 def takes(p: Plan, x: Inputs) -> bool:
     """Whether there are such keys, and scores are one dot product, perhaps with numbers per key."""
-    c, static = p.constants, p.static
-    plain = c["FORM"] == PLAIN and c["SAME"] and c["CLIP"] < 0 and not static.trains
-    plain = plain and not any(c[name] for name in ("HAS_COL1", "HAS_ROW0", "HAS_ROW1", "DROPOUT"))
-    return plain and static.shape[0] > 1 and x.q[1].shape[0] == x.k[1].shape[0] == 1
+    c, batch = p.constants, p.static.shape[0]
+    plain = c["FORM"] == PLAIN and c["SAME"] and c["CLIP"] < 0 and not c["DROPOUT"]
+    return plain and batch > 1 and x.q[1].shape[0] == x.k[1].shape[0] == 1 and _keys(p) > 0
+
+
+def places_last(x: Inputs, static: Static) -> Inputs:
+    """Parts of one dot product, with what all sequences share as the second, and only once."""
+    if len(x.q) < 2 or not part_of_one(static):
+        return x
+    q, k = [_once(y) for y in x.q], [_once(y) for y in x.k]
+    first, second = (a.shape[0] == b.shape[0] == 1 for a, b in zip(q, k, strict=True))
+    if first and not second:
+        # Numbers per key belong to both.
+        q, k = q[::-1], k[::-1]
+    return replace(x, q=q, k=k)
+
+
+def _once(x: Tensor) -> Tensor:
+    """Without what is there again for every sequence."""
+    return x[:1] if x.shape[0] > 1 and x.stride(0) == 0 else x
 
 
 def programs(p: Plan) -> int:
@@ -68,11 +87,13 @@ def _launch(p: Plan, parts: int) -> Launch:
 
 
 def _keys(p: Plan) -> int:
-    """Keys of a block: as many as leave room for another program."""
-    c = p.constants
+    """Keys of a block: as many as leave room for another program, or 0 where even few do not."""
+    c, size = p.constants, p.dtype.itemsize
+    room = (shared_memory(p.device) + RESERVED) // AT_ONCE - RESERVED - (EXACT if size == 4 else 0)
     features = COUNT * c["E0"] + c["E1"]
-    for keys in (128, 64, 32):
+    for keys in (128, 64, 32, 16):
         numbers = keys * (features + COUNT * c["V"]) + SPLIT_QUERIES * (features + keys)
-        if numbers * p.dtype.itemsize <= shared_memory(p.device) // AT_ONCE:
+        columns = COUNT * SPLIT_QUERIES * keys if c["HAS_COL0"] == EACH else 0
+        if numbers * size + columns * 4 <= room:
             return keys
-    return 16
+    return 0

@@ -173,7 +173,8 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
         unit = isinstance(f, AsGiven)
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys, unit))
     bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers), formed)
-    q, k = [f.q.to(dtype) for f in slots], [f.k.to(dtype) for f in slots]
+    q = [_of_all_heads(f.q.to(dtype), task.heads, formed) for f in slots]
+    k = [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols, *weights)
     trains = learns and any(x is not None and x.requires_grad for x in (*given, *bias))
     static = Static(
@@ -204,7 +205,7 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -
     if bias is None:
         return Bias(), -1
     if isinstance(bias, Scored) and bias.clip > 0:
-        asking = bias.q.to(task.v.dtype)
+        asking = _of_all_heads(bias.q.to(task.v.dtype), task.heads, formed)
         asking = expanded(asking, task.batch, *asking.shape[1:])
         rows = bias.past() if sided else bias.rows
         rows = rows if rows.dtype == task.v.dtype else rows.float()
@@ -215,6 +216,15 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -
     if bias.formed is not None and formed is not None:
         formed[id(table)] = Formed(partial(_full_table, shape), (bias.formed,))
     return Bias(table=table), table.shape[-1] // 2
+
+
+def _of_all_heads(q: Tensor, heads: int, formed: Forms) -> Tensor:
+    """Queries of every head: those of one head for all are copied, as kernels read head by head."""
+    return q if q.shape[1] == heads else form(formed, partial(_copied, heads), q)
+
+
+def _copied(heads: int, q: Tensor) -> Tensor:
+    return q.expand(-1, heads, -1, -1).contiguous()
 
 
 def _bend(scale: LogScale) -> Log:

@@ -660,10 +660,9 @@ def _cut(
     """
     start = tl.maximum(start, 0) // BN * BN
     if SPLIT:
-        length = (num_keys + parts - 1) // parts
-        length = (length + BN - 1) // BN * BN
-        start = tl.maximum(start, part * length)
-        stop = tl.minimum(stop, (part + 1) * length)
+        blocks = (num_keys + BN - 1) // BN
+        start = tl.maximum(start, part * blocks // parts * BN)
+        stop = tl.minimum(stop, (part + 1) * blocks // parts * BN)
     stop = tl.maximum(stop, start)
     if SIMPLE:
         sure_start = tl.minimum(tl.maximum((sure_start + BN - 1) // BN * BN, start), stop)

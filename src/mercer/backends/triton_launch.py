@@ -195,6 +195,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
 
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """`forward` for few queries: by parts of the keys, which are read once."""
+    x = sharing.places_last(x, static)
     shape, group = static.shape, _group(x, static)
     inside = _inside(x, static)
     band = bands.form(x.bias, static, x.v)

@@ -1,7 +1,7 @@
 """Few queries where the sequences of a batch have the keys of the second slot in common, such as places.
 
-A program has some sequences at once, and what they share comes to it once from the cache, which would be asked for
-half as much again by programs of one sequence each.
+A program has some sequences at once, and what they share comes to it once from the cache: with two, the cache gives a
+sixth less than to programs of one sequence each.
 """
 
 import triton
@@ -39,7 +39,7 @@ def _add(acc, mass, peak, t, values, seen, rate, MASK: tl.constexpr, PRECISION: 
 
 @triton.jit
 def _span(
-    acc, mass, peak, start, stop, q0, q1, k0, k1, v, col, of, i, h0, h1, hv, rate, lengths, ids, stride_ids, first,
+    acc, mass, peak, start, stop, q0, q1, k0, k1, v, col, sequence, i, h0, h1, hv, rate, lengths, ids, stride_ids, first,
     num_keys, skb0, skt0, skb1, skt1, svb, svt, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, HAS_COL: tl.constexpr, FILTER: tl.constexpr,
     MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, COUNT: tl.constexpr, TMA: tl.constexpr,
@@ -52,15 +52,27 @@ def _span(
         shared = tl.dot(q1, tl.trans(other), input_precision=PRECISION)
         accs, masses, peaks = (), (), ()
         for s in tl.static_range(COUNT):
-            k = _block(k0[s], of[s], h0, skb0, skt0, first_key, e0, num_keys, BN, E0, CHECK, TMA)
-            values = _block(v[s], of[s], hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
+            k = _block(
+                k0[s], sequence[s], h0, skb0, skt0, first_key, e0, num_keys, BN, E0, CHECK, TMA
+            )
+            values = _block(
+                v[s], sequence[s], hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA
+            )
             t = tl.dot(q0[s], tl.trans(k), shared, input_precision=PRECISION)
             if HAS_COL:
                 t += _below(_numbers_of(col[s], first_key, num_keys, BN, HAS_COL), HAS_COL)
             seen = j[None, :] >= 0
             if MASK:
                 seen = _visible(
-                    i[:, None], j[None, :], of[s], first, lengths, ids, stride_ids, num_keys, FILTER
+                    i[:, None],
+                    j[None, :],
+                    sequence[s],
+                    first,
+                    lengths,
+                    ids,
+                    stride_ids,
+                    num_keys,
+                    FILTER,
                 )
             a, m, top = _add(acc[s], mass[s], peak[s], t, values, seen, rate, MASK, PRECISION)
             accs += (a,)
@@ -94,7 +106,7 @@ def forward_shared(
     k1 = _head(K1, 0, h1, skb1, skh1, TMA)
     start, stop, sure_start, sure_stop = num_keys, 0, 0, num_keys
     heads = h * num_queries + tl.minimum(n, num_queries - 1)
-    of, q0, k0, v, col, acc, mass, peak = (), (), (), (), (), (), (), ()
+    sequence, q0, k0, v, col, acc, mass, peak = (), (), (), (), (), (), (), ()
     for s in tl.static_range(COUNT):
         b = tl.minimum(some * COUNT + s, batch - 1).to(tl.int64)
         begin, end, sure_begin, sure_end = _key_range(
@@ -102,7 +114,7 @@ def forward_shared(
         )
         start, stop = tl.minimum(start, begin), tl.maximum(stop, end)
         sure_start, sure_stop = tl.maximum(sure_start, sure_begin), tl.minimum(sure_stop, sure_end)
-        of += (b,)
+        sequence += (b,)
         q0 += (_rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True),)
         k0 += (_head(K0, b, h0, skb0, skh0, TMA),)
         v += (_head(V_, b, hv, svb, svh, TMA),)
@@ -123,16 +135,17 @@ def forward_shared(
             first_key, last_key = sure_start, sure_stop
         else:
             first_key, last_key = sure_stop, stop
-        acc, mass, peak = _span(
-            acc, mass, peak, first_key, last_key, q0, q1, k0, k1, v, col, of, i, h0, h1, hv, rate, LENGTHS, IDS,
-            stride_ids, first, num_keys, skb0, skt0, skb1, skt1, svb, svt, e0, e1, dv, E0, E1, V, HAS_COL0, FILTER,
-            span != 1, EVEN, PRECISION, BN, COUNT, TMA,
-        )  # fmt: skip
+        if SIMPLE or span == 0:
+            acc, mass, peak = _span(
+                acc, mass, peak, first_key, last_key, q0, q1, k0, k1, v, col, sequence, i, h0, h1, hv, rate,
+                LENGTHS, IDS, stride_ids, first, num_keys, skb0, skt0, skb1, skt1, svb, svt, e0, e1, dv,
+                E0, E1, V, HAS_COL0, FILTER, span != 1, EVEN, PRECISION, BN, COUNT, TMA,
+            )  # fmt: skip
     e = tl.arange(0, V)
     inside = n < num_queries
     for s in tl.static_range(COUNT):
         out, lse = _finished(acc[s], mass[s], peak[s])
-        line = ((tl.program_id(1) * batch + of[s]) * num_heads + h) * num_queries + n
+        line = ((tl.program_id(1) * batch + sequence[s]) * num_heads + h) * num_queries + n
         mask = inside[:, None] & (e < dv)[None, :]
         tl.store(OUT + line[:, None] * dv + e[None, :], out.to(OUT.dtype.element_ty), mask=mask)
         tl.store(LSE + line, lse, mask=inside)
