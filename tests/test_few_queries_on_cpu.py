@@ -61,7 +61,7 @@ def test_what_is_too_wide_for_that_has_programs_of_one_sequence(monkeypatch):
 def test_programs_of_two_sequences_all_run_at_once(shape, parts, monkeypatch):
     monkeypatch.setattr(triton_launch, "processors", lambda device: 132)
     p = plan(128, shape=shape)
-    assert triton_launch._parts(inputs(), p) == parts
+    assert triton_launch._parts(p, sharing.takes(p, inputs())) == parts
     assert sharing.programs(p) * parts <= 2 * 132
 
 
@@ -69,13 +69,13 @@ def test_programs_of_two_sequences_all_run_at_once(shape, parts, monkeypatch):
 def test_programs_fill_the_device(heads, monkeypatch):
     monkeypatch.setattr(triton_launch, "processors", lambda device: 132)
     p = plan(128, shape=(1, heads, 1))
-    parts = triton_launch._parts(inputs(), p)
+    parts = triton_launch._parts(p, shared=False)
     room = 4 * 132
     assert parts == 1 or heads * parts <= room
     assert parts == 64 or heads * (parts + 1) > room
     # None of them is too short to be worth a program.
     p.num_keys = 2100
-    assert triton_launch._parts(inputs(), p) == min(parts, 4)
+    assert triton_launch._parts(p, shared=False) == min(parts, 4)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def programs(p: Plan) -> int:
 def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, lse: Tensor, parts: int) -> None:
     """out and log_mass, of each part of the keys where there are several."""
     launch = p.launches.get(("shared", parts)) or _launch(p, parts)
-    (batch, _, num_queries), c = p.static.shape, launch.constants
+    c = launch.constants
     tensors: list[Any] = [x.k[0], x.k[1], x.v]
     if c["TMA"]:
         widths = (c["E0"], c["E1"], c["V"])
@@ -64,8 +64,7 @@ def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, lse: Tensor, parts:
     lengths, ids = (x.v if y is None else y for y in (x.lengths, x.ids))
     launch(
         (x.q[0], k0, x.q[1], k1, v, ready.col0, lengths, ids, out, lse),
-        (*p.strides[:17], p.strides[19], *p.strides[25:30], batch, num_queries, p.num_keys,
-         p.static.first, *p.widths, p.static.slots[0].number),
+        (*p.numbers(x.seed), p.static.shape[0]),
     )  # fmt: skip
 
 

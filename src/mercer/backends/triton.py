@@ -224,7 +224,7 @@ def _of_all_heads(q: Tensor, heads: int, formed: Forms) -> Tensor:
 
 
 def _copied(heads: int, q: Tensor) -> Tensor:
-    return q.expand(-1, heads, -1, -1).contiguous()
+    return repeat(q, q.shape[0], heads).contiguous()
 
 
 def _bend(scale: LogScale) -> Log:

@@ -206,7 +206,8 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
         ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
         static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
     (p,) = _plans_of(x, static, ready)
-    out, low, lse = forward_of(x, p, ready, _parts(x, p), inside)
+    shared = sharing.takes(p, x)
+    out, low, lse = forward_of(x, p, ready, _parts(p, shared), inside, shared=shared)
     return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
 
 
@@ -246,11 +247,11 @@ def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
 
 def forward_of(
     x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: tuple[int, int] = NOWHERE,
-    keeps: bool = False, own: Own | None = None,
+    keeps: bool = False, own: Own | None = None, shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, what rounding took from it, log_mass) of one plan.
 
-    `parts`: into how many the keys of few queries are cut.
+    `parts`: into how many the keys of few queries are cut; `shared`: see `sharing.takes`.
     """
     static, v = p.static, x.v
     batch, heads, num_queries = static.shape
@@ -263,7 +264,7 @@ def forward_of(
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    if parts and sharing.takes(p, x):
+    if shared:
         sharing.forward(x, p, ready, targets[0], targets[2], parts)
     else:
         given, strides, kind = _own(own, lse, 3)
@@ -294,11 +295,11 @@ def empty_low(out: Tensor, keeps: bool) -> Tensor:
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
-def _parts(x: Inputs, p: Plan) -> int:
+def _parts(p: Plan, shared: bool) -> int:
     """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
     batch, heads, _ = p.static.shape
     programs, each = batch * heads, AT_WORK
-    if sharing.takes(p, x):
+    if shared:
         programs, each = sharing.programs(p), sharing.AT_ONCE
     return max(1, min(p.num_keys // PART, each * processors(p.device) // programs, MOST_PARTS))
 

@@ -64,16 +64,8 @@ def _span(
             seen = j[None, :] >= 0
             if MASK:
                 seen = _visible(
-                    i[:, None],
-                    j[None, :],
-                    sequence[s],
-                    first,
-                    lengths,
-                    ids,
-                    stride_ids,
-                    num_keys,
-                    FILTER,
-                )
+                    i[:, None], j[None, :], sequence[s], first, lengths, ids, stride_ids, num_keys, FILTER
+                )  # fmt: skip
             a, m, top = _add(acc[s], mass[s], peak[s], t, values, seen, rate, MASK, PRECISION)
             accs += (a,)
             masses += (m,)
@@ -82,11 +74,13 @@ def _span(
     return acc, mass, peak
 
 
-@triton.jit(do_not_specialize=["batch", "num_heads", "first"])
+@triton.jit(do_not_specialize=["num_heads", "first", "seed", "batch"])
 def forward_shared(
     Q0, K0, Q1, K1, V_, C0, LENGTHS, IDS, OUT, LSE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb, sch, stride_ids, num_heads, group0, group1, group_v, gc, batch, num_queries, num_keys, first, e0, e1, dv, number,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
+    num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
+    seed, number0, number1, dropout, batch,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, HAS_COL0: tl.constexpr, FILTER: tl.constexpr,
     SIMPLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     COUNT: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, GROUPED: tl.constexpr,
@@ -118,7 +112,7 @@ def forward_shared(
         q0 += (_rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True),)
         k0 += (_head(K0, b, h0, skb0, skh0, TMA),)
         v += (_head(V_, b, hv, svb, svh, TMA),)
-        col += (_column(C0 + b * scb, h, heads, gc, sch, HAS_COL0),)
+        col += (_column(C0 + b * scb0, h, heads, gc0, sch0, HAS_COL0),)
         acc += (tl.zeros((BM, V), tl.float32),)
         mass += (tl.zeros((BM,), tl.float32),)
         peak += (tl.full((BM,), float("-inf"), tl.float32),)
@@ -126,7 +120,7 @@ def forward_shared(
         start, stop, sure_start, sure_stop, tl.program_id(1), tl.num_programs(1), num_keys, BN, SPLIT,
         SIMPLE,
     )  # fmt: skip
-    rate = number * LOG2E
+    rate = number0 * LOG2E
     for span in tl.static_range(3):
         # In turn: masked, seen by all, masked.
         if span == 0:
