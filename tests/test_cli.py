@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import mercer as mc
@@ -39,7 +40,9 @@ def test_explain_says_what_runs(name):
 
 def test_explain_computes_nothing_large():
     """The example of the help, on a shape whose projections alone would take minutes."""
-    done = run(app, ["explain", "dai2019", "--shape", "4,16,8192,64", "--dtype", "bfloat16"])
+    with FlopCounterMode(display=False) as counter:
+        done = run(app, ["explain", "dai2019", "--shape", "4,16,8192,64", "--dtype", "bfloat16"])
+    assert counter.get_total_flops() < 1e8
     assert done.exit_code == 0
     assert "Q 8192" in done.output
 

@@ -179,7 +179,11 @@ class RelativeSinusoid(Positional):
     def coefficients(self, q: Input) -> Tensor:
         c = self._asking(q)
         if self.weight is not None:
-            c = c @ self.weight.to(c.dtype)
+            # One place that stands for all, as in an example, is multiplied once.
+            length = c.shape[2]
+            alike = length > 1 and c.stride(2) == 0
+            c = (c[:, :, :1] if alike else c) @ self.weight.to(c.dtype)
+            c = c.expand(-1, -1, length, -1) if alike else c
         if c.shape[-1] % 2:
             raise ValueError(f"part {self.on!r} must have an even width, but has {c.shape[-1]}")
         return c
