@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import mercer as mc
 from mercer.dispatch import BACKENDS
@@ -95,3 +96,17 @@ def test_explaining_draws_no_random_numbers():
     after = torch.rand(1)
     torch.manual_seed(0)
     assert torch.equal(after, torch.rand(1))
+
+
+@pytest.mark.parametrize("name", ["plain", "learned", "table"])
+def test_explaining_multiplies_nothing(name):
+    x = torch.randn(2, 3, 32, 8)
+    kernel = {
+        "plain": mc.Exponential() * mc.RelativeSinusoid(),
+        "learned": mc.Exponential() * mc.RelativeSinusoid(weight=torch.randn(3, 8, 6)),
+        "table": mc.Exponential() * mc.Lookup(torch.randn(5, 8)),
+    }[name]
+    given = mc.Features(content=x, relative=x)
+    with FlopCounterMode(display=False) as counter:
+        mc.explain(kernel, given, given, x, filter=mc.Causal())
+    assert counter.get_total_flops() == 0

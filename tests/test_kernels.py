@@ -337,16 +337,3 @@ def test_a_kernel_is_a_module_whose_parameters_train():
     again = mc.RBF(heads=2) * mc.Lookup(nn.Parameter(torch.ones(3, 4)))
     again.load_state_dict(kernel.state_dict())
     assert (again.kernels[1].table == 0).all()
-
-
-def test_queries_that_are_alike_have_the_coefficients_of_each():
-    weight = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
-    kernel = mc.RelativeSinusoid(on="content", weight=weight)
-    one = torch.randn(3, 2, 1, 6, dtype=torch.float64, requires_grad=True)
-    found = []
-    for q in (one.expand(-1, -1, 5, -1), one.repeat(1, 1, 5, 1)):
-        c = kernel.coefficients(q)
-        grads = torch.autograd.grad((c * torch.arange(5)[:, None]).sum(), (one, weight))
-        found.append((c, *grads))
-    for alike, each in zip(*found, strict=True):
-        torch.testing.assert_close(alike, each)

@@ -155,7 +155,7 @@ def _learns(task: Task) -> bool:
 def _parts_of(f: Factor) -> tuple[Tensor, ...]:
     """What its features are made of: those formed when asked for are not formed for this."""
     if isinstance(f, Turned):
-        return (f.c,)
+        return (f.asking,) if f.weight is None else (f.asking, f.weight)
     return (f.queries, f.keys) if isinstance(f, Unit) else (f.q, f.k)
 
 

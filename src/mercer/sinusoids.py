@@ -104,25 +104,41 @@ def waves(places: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[
     return sin, cos
 
 
+def coefficients(asking: Tensor, weight: Tensor | None) -> Tensor:
+    """[B, H, Q, P]: the queries' part itself, or its product with a weight [H, D, P]."""
+    return asking if weight is None else asking @ weight.to(asking.dtype)
+
+
 class Turned(Factor):
     """<c_i turned by its place, sinusoids of j>: sin(i - j) and cos(i - j) by the angle sums.
 
     Places are counted from the last key: only differences matter, and recent ones matter most. Both
-    parts are formed when somebody asks for them.
+    parts, and the coefficients c, are formed when somebody asks for them.
     """
 
-    c: Tensor  # [B, H, Q, P]
+    asking: Tensor  # [B, H, Q, P], or with a weight [B, H, Q, D]
+    weight: Tensor | None  # [H, D, P]
     base: float
+    _c: Tensor | None
     _q: Tensor | None
 
-    def __init__(self, *, c: Tensor, base: float, num_keys: int) -> None:
-        self.c, self.base, self.num_keys = c, base, num_keys
+    def __init__(
+        self, *, asking: Tensor, weight: Tensor | None, base: float, num_keys: int
+    ) -> None:
+        self.asking, self.weight, self.base, self.num_keys = asking, weight, base, num_keys
         self.scale, self.row, self.col, self.link = 1.0, None, None, None
-        self._q = None
+        self._c = self._q = None
 
     @property
     def width(self) -> int:
-        return self.c.shape[-1]
+        return (self.asking if self.weight is None else self.weight).shape[-1]
+
+    @property
+    def c(self) -> Tensor:
+        """[B, H, Q, P]."""
+        if self._c is None:
+            self._c = coefficients(self.asking, self.weight)
+        return self._c
 
     @property
     def q(self) -> Tensor:  # type: ignore[override]
@@ -132,11 +148,11 @@ class Turned(Factor):
 
     @property
     def k(self) -> Tensor:  # type: ignore[override]
-        return self.forming_k(accumulator(self.c.dtype))()
+        return self.forming_k(accumulator(self.asking.dtype))()
 
     def forming_k(self, dtype: torch.dtype) -> Callable[[], Tensor]:
         """What forms them, in the accumulator's dtype, and rounds them to this one."""
-        wide, device = accumulator(self.c.dtype), self.c.device
+        wide, device = accumulator(self.asking.dtype), self.asking.device
         return partial(waves_of_keys, self.num_keys, self.width, self.base, wide, dtype, device)
 
 

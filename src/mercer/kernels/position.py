@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..constants import constant
 from ..features import Features, Input
-from ..sinusoids import Turned, run_of_sinusoids, waves
+from ..sinusoids import Turned, coefficients, run_of_sinusoids, waves
 from ..term import Formed, Relative, Scored, Slope, Term, accumulator
 from .base import Kernel
 
@@ -133,7 +133,7 @@ class RelativeSinusoid(Positional):
             self.keep("weight", weight)
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
-        c = self.coefficients(q)
+        c = coefficients(self._asking(q), self.weight)
         away = distances(c.shape[2], Features.of(k).length, c.device)
         sin, cos = waves(away, c.shape[-1], self.base, c.dtype)  # [Q, K, P / 2]
         return torch.einsum("bhip,ijp->bhij", c[..., 0::2], sin) + torch.einsum(
@@ -144,7 +144,9 @@ class RelativeSinusoid(Positional):
         num_keys = Features.of(k).length
         if (scored := self._scored(q, num_keys)) is not None:
             return (Term(biases=(scored,)),)
-        turned = Turned(c=self.coefficients(q), base=self.base, num_keys=num_keys)
+        turned = Turned(
+            asking=self._asking(q), weight=self.weight, base=self.base, num_keys=num_keys
+        )
         return (Term(factors=(turned,)),)
 
     def _scored(self, q: Input, num_keys: int) -> Scored | None:
@@ -168,6 +170,8 @@ class RelativeSinusoid(Positional):
     def _asking(self, q: Input) -> Tensor:
         """The queries' part, [B, H, Q, P], or with a weight [B, H, Q, D]."""
         x = Features.of(q).part(self.on)
+        if self.weight is None and x.shape[-1] % 2:
+            raise ValueError(f"part {self.on!r} must have an even width, but has {x.shape[-1]}")
         if self.weight is not None and (x.shape[1], x.shape[-1]) != self.weight.shape[:2]:
             heads, width = self.weight.shape[:2]
             raise ValueError(
@@ -175,18 +179,6 @@ class RelativeSinusoid(Positional):
                 f"but part {self.on!r} has {x.shape[1]} of {x.shape[-1]}"
             )
         return x
-
-    def coefficients(self, q: Input) -> Tensor:
-        c = self._asking(q)
-        if self.weight is not None:
-            # One place that stands for all, as in an example, is multiplied once.
-            length = c.shape[2]
-            alike = length > 1 and c.stride(2) == 0
-            c = (c[:, :, :1] if alike else c) @ self.weight.to(c.dtype)
-            c = c.expand(-1, -1, length, -1) if alike else c
-        if c.shape[-1] % 2:
-            raise ValueError(f"part {self.on!r} must have an even width, but has {c.shape[-1]}")
-        return c
 
     @property
     def formula(self) -> str:
