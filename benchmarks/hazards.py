@@ -24,16 +24,22 @@ from typing import Any
 import torch
 
 import mercer as mc
-from mercer.backends import (
-    bands,
-    fused_squares,
-    hopper,
-    launches,
-    tapes,
-    triton,
-    triton_launch,
-    triton_plan,
+from mercer.backends.polynomial import fused as fused_squares
+from mercer.backends.runtime import launch as launches
+from mercer.backends.runtime import replay as tapes
+from mercer.backends.triton import (
+    backend as triton,
 )
+from mercer.backends.triton import (
+    plan as triton_plan,
+)
+from mercer.backends.triton import (
+    run as triton_launch,
+)
+from mercer.backends.triton import (
+    tables as bands,
+)
+from mercer.backends.triton.hopper import launch as hopper
 from mercer.bench.catalogue import KERNELS
 from mercer.bench.workload import Workload
 

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 import mercer as mc
-from mercer.backends import launches, tapes, triton_plan
-from mercer.backends.triton_sizes import Sizes
+from mercer.backends.runtime import launch as launches
+from mercer.backends.runtime import replay as tapes
+from mercer.backends.triton import plan as triton_plan
+from mercer.backends.triton.block_sizes import Sizes
 from mercer.bench.clock import Clock
 from mercer.bench.workload import Workload
 

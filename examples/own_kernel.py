@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import mercer as mc
-from mercer.links import Radial
+from mercer.term.links import Radial
 from mercer.testing import check_kernel
 
 

@@ -19,7 +19,7 @@ def reproducible():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 4, so that short sequences have many."""
-    from mercer.backends import blocks
+    from mercer.backends.chunked import blocks
 
     monkeypatch.setattr(blocks, "block_side", lambda batch_heads: 4)
 
@@ -28,6 +28,6 @@ def small_blocks(monkeypatch):
 def _written_out(request, monkeypatch):
     """Tests that change what a call decides need calls that decide."""
     if request.module.__name__ in ("test_triton", "test_hopper", "test_taps_fused"):
-        from mercer.backends import tapes
+        from mercer.backends.runtime import replay as tapes
 
         monkeypatch.setattr(tapes, "enabled", False)

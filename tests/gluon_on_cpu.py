@@ -7,6 +7,7 @@ seen.
 """
 
 import builtins
+import importlib
 import inspect
 import math
 import queue
@@ -19,9 +20,10 @@ from types import SimpleNamespace
 
 import torch
 
-import mercer.backends
+import mercer.backends.triton
 
-FOLDER = Path(mercer.backends.__file__).parent
+HOME = "mercer.backends.triton"
+FOLDER = Path(mercer.backends.triton.__file__).parent
 PATIENCE = 30.0
 # Of what programs add to the same memory.
 ADDING = threading.Lock()
@@ -383,19 +385,21 @@ def module(name, programs, seed):
     def find(name, globals=None, locals=None, fromlist=(), level=0):
         if name in sources:
             return sources[name]
-        if level == 1:
-            if not name:
-                return SimpleNamespace(**{n: read(n) for n in fromlist})
-            return read(name)
-        if level == 2 and not name:
-            return mercer
-        return builtins.__import__(name, globals, locals, fromlist, level)
+        if not level:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        package = globals["__name__"].split(".")[:-level]
+        path = ".".join([*package, *filter(None, [name])])
+        if not path.startswith(HOME):
+            return importlib.import_module(path)
+        if (FOLDER.joinpath(*path.split(".")[HOME.count(".") + 1 :])).is_dir():
+            return SimpleNamespace(**{n: read(f"{path}.{n}") for n in fromlist})
+        return read(path)
 
-    def read(name):
-        if name not in sources:
-            space = {"__name__": name, "__builtins__": {**vars(builtins), "__import__": find}}
-            path = FOLDER / f"{name}.py"
-            text = path.read_text().replace(
+    def read(path):
+        if path not in sources:
+            space = {"__name__": path, "__builtins__": {**vars(builtins), "__import__": find}}
+            file = FOLDER.joinpath(*path.split(".")[HOME.count(".") + 1 :]).with_suffix(".py")
+            text = file.read_text().replace(
                 "import triton.language as tl", "from triton import language as tl"
             )
             # Tensors of torch do not know of it.
@@ -403,11 +407,11 @@ def module(name, programs, seed):
                 r"(\(.*?\)|\w+)\.to\((\w+)\.(\w+), bitcast=True\)", r"\2.bits(\1, \2.\3)", text
             )
             text = text.replace(".type.layout", ".layout")
-            exec(compile(text, str(path), "exec"), space)
-            sources[name] = SimpleNamespace(**space)
-        return sources[name]
+            exec(compile(text, str(file), "exec"), space)
+            sources[path] = SimpleNamespace(**space)
+        return sources[path]
 
-    found = read(name)
+    found = read(f"{HOME}.{name}")
 
     def run(kernel, given, program=0, row=0):
         """One program of a kernel; what is not given is 0."""

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import mercer as mc
 from mercer import nn as mn
-from mercer.dispatch import BACKENDS
-from mercer.problem import prepare
+from mercer.dispatch.choose import BACKENDS
+from mercer.dispatch.problem import prepare
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 24, 4
 DIM = WIDTH // HEADS

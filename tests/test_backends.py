@@ -7,7 +7,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
-from mercer.backends import blocks
+from mercer.backends.chunked import blocks
 from mercer.backends.sdpa import flash_with_mass
 from mercer.testing import Shape, check_accuracy, inputs
 
@@ -280,7 +280,7 @@ def test_a_named_backend_never_falls_back(backend, monkeypatch):
 
 
 def test_blocks_that_see_nothing_are_not_computed(small_blocks, monkeypatch):
-    from mercer.backends.blocks import Blocks
+    from mercer.backends.chunked.blocks import Blocks
 
     visited = []
     scores = Blocks.scores

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 import mercer as mc
 from mercer import bench
-from mercer.backends import chunked
+from mercer.backends.chunked import backend as chunked
 from mercer.bench import check as bench_check
 from mercer.bench import machine, measure, peers, report, written
 from mercer.bench.catalogue import KERNELS, build_filter
 from mercer.bench.check import check
 from mercer.bench.contenders import Ours, refuse_to_swap
 from mercer.bench.workload import Workload
-from mercer.commands import app
+from mercer.cli.commands import app
 
 TINY = ["bench", "--device", "cpu", "--shapes", "1x2x64x16", "--repeats", "1"]
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 from catalogue import FILTERS
 
 import mercer as mc
-from mercer.backends import clauses
+from mercer.backends.triton import filters as clauses
 from mercer.filters import Earlier
 
 K = 11

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import mercer as mc
-from mercer.commands import app
+from mercer.cli.commands import app
 
 run = CliRunner().invoke
 

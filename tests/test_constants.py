@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer import constants
-from mercer.constants import constant
 from mercer.kernels import position
+from mercer.memory import constants
+from mercer.memory.constants import constant
 
 CPU = torch.device("cpu")
 

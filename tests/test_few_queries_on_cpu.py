@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mercer.backends import sharing, triton_launch, triton_sizes
+from mercer.backends.triton import (
+    block_sizes as triton_sizes,
+)
+from mercer.backends.triton import (
+    decode_shared as sharing,
+)
+from mercer.backends.triton import (
+    run as triton_launch,
+)
 
 PLAIN = {"FORM": triton_sizes.PLAIN, "SAME": True, "CLIP": -1, "DROPOUT": False, "HAS_COL0": False}
 

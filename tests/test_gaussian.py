@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import mercer as mc
 from mercer import nn as mn
-from mercer.dispatch import BACKENDS
+from mercer.dispatch.choose import BACKENDS
+from mercer.dispatch.problem import prepare
 from mercer.nn.gaussian import spread
-from mercer.problem import prepare
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 11, 24, 3
 DIM = WIDTH // HEADS

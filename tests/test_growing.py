@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from mercer.growing import LEAST, Growing
+from mercer.memory.growing import LEAST, Growing
 
 
 def pieces(*lengths, batch=2):

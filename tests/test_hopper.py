@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends import hopper, tapes, triton_plan
-from mercer.backends.triton import INSTALLED
+from mercer.backends.runtime import replay as tapes
+from mercer.backends.triton import plan as triton_plan
+from mercer.backends.triton.backend import INSTALLED
+from mercer.backends.triton.hopper import launch as hopper
 from mercer.testing import Shape
 from mercer.testing.cases import Case
 

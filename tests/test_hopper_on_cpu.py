@@ -12,7 +12,8 @@ import pytest
 import torch
 from gluon_on_cpu import Descriptor, Pointer, module
 
-from mercer.backends import hopper, launches
+from mercer.backends.runtime import launch as launches
+from mercer.backends.triton.hopper import launch as hopper
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 150, 16
 LOG2E = math.log2(math.e)
@@ -211,7 +212,7 @@ class Call:
         given |= {name: torch.tensor(given[name]) for name in tensors}
 
         def start(program):
-            kernels = module("triton_hopper", programs, seed + 100 * program)
+            kernels = module("hopper.kernels.backward_keys", programs, seed + 100 * program)
             kernels.run("backward_keys", given, program)
 
         # All at once: who draws which ticket is not the same each time.
@@ -283,7 +284,10 @@ def test_hidden_keys_that_are_not_finite_leave_gradients_alone(mode):
 
 def test_who_starts_kernels_knows_how_they_are_cut():
     """`hopper` has these, too: it must not import Triton before there is something to start."""
-    kernels, summed = (module(name, 1, 0) for name in ("triton_hopper", "triton_summed"))
+    kernels, summed = (
+        module(name, 1, 0)
+        for name in ("hopper.kernels.backward_keys", "hopper.kernels.dq_fixed_point")
+    )
     assert kernels.BLOCK == kernels.OWN == summed.PLACES == hopper.GROUP
     assert kernels.WATCHED == hopper.WATCHED
 
@@ -326,7 +330,7 @@ def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
 
 def around(name, tensors, numbers, flags, blocks):
     """One of the kernels before and after sums, for all blocks of all heads."""
-    kernels = module("triton_summed", 1, 0)
+    kernels = module("hopper.kernels.dq_fixed_point", 1, 0)
     given = {n: Pointer(x) for n, x in tensors.items()} | flags
     given |= {n: torch.tensor(x) for n, x in numbers.items()}
     kernels.place.rows = BATCH * HEADS
@@ -468,7 +472,7 @@ FORWARDS = {
 
 def run_forward(home, given, blocks, rows):
     """By blocks of queries of each head, or by programs that take two of them in turn."""
-    if home == "triton_wide":
+    if home == "hopper.kernels.forward_128":
         given = given | {"pairs": torch.tensor(-(-blocks // 4)), "parts": torch.tensor(len(rows))}
         for program in range(PROGRAMS):
             module(home, PROGRAMS, program).run("forward", given, program)
@@ -481,8 +485,12 @@ def run_forward(home, given, blocks, rows):
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize(
     ("home", "name"),
-    [("triton_narrow", name) for name in FORWARDS]
-    + [("triton_wide", name) for name in FORWARDS if "HAS_TOPS" not in FORWARDS[name]],
+    [("hopper.kernels.forward_64", name) for name in FORWARDS]
+    + [
+        ("hopper.kernels.forward_128", name)
+        for name in FORWARDS
+        if "HAS_TOPS" not in FORWARDS[name]
+    ],
 )
 def test_the_forward_gives_what_softmax_does(home, name, stages):
     flags = {"MODE0": 0, "SIMPLE": True, "SPREAD": False, "STILL": False, "HAS_LOW": False}
@@ -527,7 +535,7 @@ def test_the_forward_gives_what_softmax_does(home, name, stages):
     assert torch.allclose(lse, mass, rtol=1e-5, atol=1e-4)
     if flags["HAS_LOW"]:
         # As if outputs had been rounded.
-        kernels = module("triton_kernels", 1, 0)
+        kernels = module("kernels.forward", 1, 0)
         assert torch.equal(low, kernels._taken(out, torch.bfloat16).to(torch.int8))
         got = kernels._given_back(out.bfloat16(), low, torch.bfloat16)
         assert torch.allclose(got, out, rtol=2**-15, atol=0.0)
@@ -548,7 +556,7 @@ def of_all_sizes():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_rounding_takes_comes_back(dtype):
-    kernels, x = module("triton_kernels", 1, 0), of_all_sizes()
+    kernels, x = module("kernels.forward", 1, 0), of_all_sizes()
     rounded = x.to(dtype)
     taken = kernels._taken(x, dtype)
     assert torch.equal(taken, taken.to(torch.int8))
@@ -564,7 +572,7 @@ def test_what_rounding_takes_comes_back(dtype):
     assert not got[~near].isfinite().any()
 
 
-@pytest.mark.parametrize("home", ["triton_narrow", "triton_wide"])
+@pytest.mark.parametrize("home", ["hopper.kernels.forward_64", "hopper.kernels.forward_128"])
 def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not(home):
     call = Call(filter=PADDING)
     call.v[0, 1, 70, 3] = math.inf
@@ -597,7 +605,7 @@ def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not(home):
     ],
 )
 def test_every_block_of_queries_has_its_turn_once(pairs, parts, programs):
-    kernels, found, work = module("triton_wide", programs, 0), [], []
+    kernels, found, work = module("hopper.kernels.forward_128", programs, 0), [], []
     kernels.place.row = 0
     for program in range(programs):
         kernels.place.id, turn, steps = program, torch.tensor(0), 0
@@ -617,7 +625,7 @@ def test_every_block_of_queries_has_its_turn_once(pairs, parts, programs):
 @pytest.mark.parametrize("length", [60, 256, 700, 1500])
 @pytest.mark.parametrize(("parts", "together"), [(1, 1), (5, 1), (5, 2), (5, 5), (7, 3)])
 def test_a_ticket_for_queries_waits_for_tickets_before_it(parts, together, length, left):
-    kernels, blocks = module("triton_hopper", 1, 0), -(-length // 128)
+    kernels, blocks = module("hopper.kernels.backward_keys", 1, 0), -(-length // 128)
     filter, number = ((1, left, *CAUSAL[2:]),), torch.tensor
     tiles, done, queries = number(blocks), set(), []
     for ticket in range(int(kernels._tickets(tiles, number(parts), True))):

@@ -16,11 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mercer as mc
-from mercer.backends import fused_squares, linear, squares
-from mercer.backends.linear import PolynomialState
-from mercer.backends.triton import INTERPRETED
-from mercer.links import Power
-from mercer.term import accumulator
+from mercer.backends.polynomial import (
+    backend as linear,
+)
+from mercer.backends.polynomial import (
+    chunked_sums as squares,
+)
+from mercer.backends.polynomial import (
+    fused as fused_squares,
+)
+from mercer.backends.polynomial.backend import PolynomialState
+from mercer.backends.triton.backend import INTERPRETED
+from mercer.term.links import Power
+from mercer.term.term import accumulator
 from mercer.testing import Shape, check_accuracy
 from mercer.testing.cases import Case, assert_close, rounding_of
 

@@ -8,7 +8,7 @@ import torch
 from catalogue import HEADS
 
 import mercer as mc
-from mercer.links import Radial, Rational
+from mercer.term.links import Radial, Rational
 from mercer.testing import Shape, check_filter, check_kernel, check_lowering
 
 

@@ -7,10 +7,10 @@ import torch
 
 import mercer as mc
 from mercer import nn as mn
-from mercer import sinusoids
-from mercer.dispatch import BACKENDS
+from mercer.dispatch.choose import BACKENDS
+from mercer.dispatch.problem import prepare
 from mercer.kernels import position as positional
-from mercer.problem import prepare
+from mercer.term import sinusoids
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 24, 3
 DIM = WIDTH // HEADS

@@ -10,12 +10,13 @@ from torch.autograd import forward_ad
 
 import mercer as mc
 from mercer import nn as mn
-from mercer import recall, smoother
-from mercer.backends import tapes
-from mercer.backends.launches import INTERPRETED
-from mercer.backends.triton import INSTALLED
+from mercer import smoother
+from mercer.backends.runtime import replay as tapes
+from mercer.backends.runtime.launch import INTERPRETED
+from mercer.backends.triton.backend import INSTALLED
 from mercer.bench.workload import Workload
-from mercer.term import Again, Formed, Repeatable
+from mercer.dispatch import recall
+from mercer.term.term import Again, Formed, Repeatable
 
 pytestmark = [
     # The interpreter computes with numpy, which warns of its own.

@@ -8,12 +8,13 @@ from catalogue import COMPOSED, DIM, KERNELS
 from typer.testing import CliRunner
 
 import mercer as mc
-from mercer import dispatch, rules
 from mercer.bench.catalogue import KERNELS as BENCHED
 from mercer.bench.workload import Workload
-from mercer.commands import app
-from mercer.problem import prepare
-from mercer.rules import Call, Rule
+from mercer.cli.commands import app
+from mercer.dispatch import choose as dispatch
+from mercer.dispatch import rules
+from mercer.dispatch.problem import prepare
+from mercer.dispatch.rules import Call, Rule
 from mercer.testing import Shape, inputs
 
 ALL = KERNELS | COMPOSED

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends import hopper, tapes, triton_plan
-from mercer.backends.triton import INSTALLED, INTERPRETED
+from mercer.backends.runtime import replay as tapes
+from mercer.backends.triton import plan as triton_plan
+from mercer.backends.triton.backend import INSTALLED, INTERPRETED
+from mercer.backends.triton.hopper import launch as hopper
 
 pytestmark = [
     pytest.mark.skipif(not (INSTALLED and INTERPRETED), reason="needs Triton's interpreter"),

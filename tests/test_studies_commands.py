@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from mercer import studies
-from mercer.study_commands import read_seeds, read_shard, run_study
+from mercer.cli.study import read_seeds, read_shard, run_study
 
 app = typer.Typer()
 app.command("study")(run_study)

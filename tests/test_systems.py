@@ -8,8 +8,8 @@ import torch
 import mercer as mc
 from mercer import nn as mn
 from mercer import systems
-from mercer.dispatch import BACKENDS
-from mercer.problem import prepare
+from mercer.dispatch.choose import BACKENDS
+from mercer.dispatch.problem import prepare
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 8, 16, 2
 DIM = WIDTH // HEADS

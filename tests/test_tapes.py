@@ -14,9 +14,10 @@ import torch
 
 import mercer as mc
 import mercer.nn as mn
-from mercer.backends import launches, tapes
-from mercer.backends.launches import INTERPRETED
-from mercer.backends.triton import INSTALLED
+from mercer.backends.runtime import launch as launches
+from mercer.backends.runtime import replay as tapes
+from mercer.backends.runtime.launch import INTERPRETED
+from mercer.backends.triton.backend import INSTALLED
 from mercer.bench.workload import Workload
 
 pytestmark = [
@@ -256,7 +257,7 @@ def test_calls_repeated_give_the_same_bits(name, filter, monkeypatch):
     if CUDA:
         import triton
 
-        from mercer.backends.raw_launch import CHECKED
+        from mercer.backends.runtime.raw_launch import CHECKED
 
         known = triton.__version__.startswith(CHECKED)
         assert all(tape.raw == known for tape in played)

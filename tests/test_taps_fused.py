@@ -11,10 +11,21 @@ import torch
 
 import mercer as mc
 from mercer import nn as mn
-from mercer.backends import fused_taps, own_key, plain_taps, taps_launch
-from mercer.backends.plain_taps import Call
-from mercer.backends.triton import INSTALLED, INTERPRETED
-from mercer.taps import BOUNDARIES, sum_by_id
+from mercer.backends.tokenwise import (
+    diagonal as own_key,
+)
+from mercer.backends.tokenwise import (
+    function as fused_taps,
+)
+from mercer.backends.tokenwise import (
+    launch as taps_launch,
+)
+from mercer.backends.tokenwise import (
+    plain as plain_taps,
+)
+from mercer.backends.tokenwise.plain import Call
+from mercer.backends.tokenwise.taps import BOUNDARIES, sum_by_id
+from mercer.backends.triton.backend import INSTALLED, INTERPRETED
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 pytest.importorskip("accelerate")
 
 from mercer import train
+from mercer.cli.train import app
 from mercer.train.screen import INTERVAL, duration, progress_line
-from mercer.train_commands import app
 
 SMALL = ["--steps", "3", "--batch", "4", "--length", "32", "--eval-items", "100"]
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("accelerate")
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["mercer.train", "mercer.train_commands"])
+CONTEXT.set_forkserver_preload(["mercer.train", "mercer.cli.train"])
 # Dropout, so that random numbers matter; accumulation, so that a step has parts.
 RUN = [
     "--steps",
@@ -39,8 +39,8 @@ def command(arguments, log, pause, limit):
     import torch
 
     torch.set_num_threads(1)
+    from mercer.cli.train import app
     from mercer.train.trainer import KernelTrainer
-    from mercer.train_commands import app
 
     after_step = KernelTrainer.after_step
 

@@ -12,11 +12,23 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 
 import mercer as mc
-from mercer import sinusoids
-from mercer.backends import bands, launches, triton_launch, triton_plan, triton_sizes
-from mercer.backends.triton import INSTALLED, INTERPRETED
+from mercer.backends.runtime import launch as launches
+from mercer.backends.triton import (
+    block_sizes as triton_sizes,
+)
+from mercer.backends.triton import (
+    plan as triton_plan,
+)
+from mercer.backends.triton import (
+    run as triton_launch,
+)
+from mercer.backends.triton import (
+    tables as bands,
+)
+from mercer.backends.triton.backend import INSTALLED, INTERPRETED
 from mercer.filters import Earlier
 from mercer.kernels import position as positional
+from mercer.term import sinusoids
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, double, rounding_of
 

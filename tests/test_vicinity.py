@@ -8,8 +8,8 @@ import torch
 from catalogue import COMPOSED, KERNELS
 
 import mercer as mc
+from mercer.backends.tokenwise.taps import BOUNDARIES, gather, sum_by_id
 from mercer.filters import Earlier
-from mercer.taps import BOUNDARIES, gather, sum_by_id
 from mercer.testing import Shape, check_filter, inputs
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 7, 8

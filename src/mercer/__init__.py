@@ -5,7 +5,6 @@ from . import nn as nn
 from . import systems as systems
 from .explain import Explanation as Explanation
 from .explain import explain as explain
-from .features import Features as Features
 from .filters import Causal as Causal
 from .filters import Documents as Documents
 from .filters import Filter as Filter
@@ -33,9 +32,10 @@ from .kernels import RationalQuadratic as RationalQuadratic
 from .kernels import RelativeSinusoid as RelativeSinusoid
 from .kernels import Sum as Sum
 from .smoother import smooth as smooth
-from .term import Factor as Factor
-from .term import Link as Link
-from .term import Term as Term
-from .vicinity import vicinity as vicinity
+from .term.features import Features as Features
+from .term.term import Factor as Factor
+from .term.term import Link as Link
+from .term.term import Term as Term
+from .tokenwise.vicinity import vicinity as vicinity
 
 __version__ = "0.1.0"

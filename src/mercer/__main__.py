@@ -1,6 +1,6 @@
 """`python -m mercer` is the command `mercer`."""
 
-from .cli import main
+from .cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from . import dispatch
 from .backends import Task
-from .features import Input
+from .dispatch import choose as dispatch
+from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
 from .kernels import Kernel
-from .problem import Problem, prepare
-from .term import Factor, Relative, Scored, Term
+from .term.features import Input
+from .term.term import Factor, Relative, Scored, Term
 
 
 @dataclass(frozen=True, kw_only=True)

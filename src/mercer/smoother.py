@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch, recall
-from .features import Input
+from .dispatch import choose as dispatch
+from .dispatch import recall
+from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
 from .kernels import Kernel
-from .problem import Problem, prepare
-from .term import Smoothed, accumulator, repeat
+from .term.features import Input
+from .term.term import Smoothed, accumulator, repeat
 
 
 @overload

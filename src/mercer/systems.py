@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from .explain import Explanation, explain
-from .features import Features
 from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
 from .kernels import Exponential
 from .nn import (
@@ -28,6 +27,7 @@ from .nn import (
     RelativeSinusoid,
     TokenKernels,
 )
+from .term.features import Features
 
 Attention = KernelAttention | GaussianAttention
 Builder = Callable[..., Attention]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..filters import Filter
-from ..term import Term
-from . import clauses as _clauses
+from ..term.term import Term
+from .triton import filters as _clauses
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ..filters import Full
-from ..links import Matern12, Matern32, Matern52, Power, Rational
-from ..term import Link, Smoothed, Term, at_least, join, repeat
+from ..term.links import Matern12, Matern32, Matern52, Power, Rational
+from ..term.term import Link, Smoothed, Term, at_least, join, repeat
 from . import Task
 
 if TYPE_CHECKING:

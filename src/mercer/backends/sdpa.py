@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..filters import Causal, Filter, Full
-from ..operators import fake, learns, operator
-from ..term import Smoothed, Term, accumulator, as_column, at_least, join, repeat
+from ..opaque.operators import fake, learns, operator
+from ..term.term import Smoothed, Term, accumulator, as_column, at_least, join, repeat
 from . import Task
 
 name = "sdpa"

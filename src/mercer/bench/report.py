@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..rules import Rule, family
+from ..dispatch.rules import Rule, family
 from .machine import describe, device_name, slug
 from .measure import Row
 from .settings import Settings

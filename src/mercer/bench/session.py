@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import rules
+from ..dispatch import rules
 from .measure import Row, measure
 from .peers import SDPA, build
 from .report import Report, cells, write

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..dispatch import BACKENDS, NAMES
+from ..dispatch.choose import BACKENDS, NAMES
 from .catalogue import KERNELS, build_filter, one_of_each_kind
 from .peers import PEERS
 from .workload import Workload

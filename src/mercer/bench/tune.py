@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from .. import rules
 from ..backends import sdpa
-from ..dispatch import BACKENDS
-from ..rules import Rule
-from ..term import accumulator
+from ..dispatch import rules
+from ..dispatch.choose import BACKENDS
+from ..dispatch.rules import Rule
+from ..term.term import accumulator
 from .catalogue import KERNELS
 from .contenders import Ours
 from .machine import device_name

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..features import Features
 from ..filters import Filter
 from ..kernels import Kernel
+from ..term.features import Features
 from .catalogue import build_filter, build_kernel
 
 # The backward of softmax attention does five products of the size of the forward's two.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..backends import Task, flex
-from ..backends.blocks import by_distance
+from ..backends.chunked.blocks import by_distance
+from ..dispatch.problem import prepare
 from ..kernels import RBF
-from ..problem import prepare
-from ..term import accumulator
+from ..term.term import accumulator
 from .contenders import Contender, Peer, refuse_to_swap
 from .workload import Inputs
 

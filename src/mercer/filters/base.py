@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spec import Spec
+from ..opaque.spec import Spec
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

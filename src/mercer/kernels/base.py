@@ -8,8 +8,8 @@ from operator import mul
 import torch
 from torch import Tensor, nn
 
-from ..features import Features, Input
-from ..term import Term
+from ..term.features import Features, Input
+from ..term.term import Term
 
 MAX_TERMS = 64
 

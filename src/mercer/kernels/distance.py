@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..features import Input
-from ..links import Matern12, Matern32, Matern52, Rational
-from ..term import Apart, Link, LogScale, Steered, Term, accumulator
+from ..term.features import Input
+from ..term.links import Matern12, Matern32, Matern52, Rational
+from ..term.term import Apart, Link, LogScale, Steered, Term, accumulator
 from .base import Kernel
 
 Bandwidth = float | Sequence[float] | Tensor | None

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..features import Input
-from ..links import Power
-from ..term import LEAST_LENGTH, Factor, Term, Unit, accumulator
+from ..term.features import Input
+from ..term.links import Power
+from ..term.term import LEAST_LENGTH, Factor, Term, Unit, accumulator
 from .base import Kernel
 
 

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..constants import constant
-from ..features import Features, Input
-from ..sinusoids import Turned, coefficients, run_of_sinusoids, waves
-from ..term import Formed, Relative, Scored, Slope, Term, accumulator
+from ..memory.constants import constant
+from ..term.features import Features, Input
+from ..term.sinusoids import Turned, coefficients, run_of_sinusoids, waves
+from ..term.term import Formed, Relative, Scored, Slope, Term, accumulator
 from .base import Kernel
 
 

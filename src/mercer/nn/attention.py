@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..dispatch.problem import check_options
 from ..explain import Explanation, explain
-from ..features import Features
 from ..filters import Filter, Full
 from ..kernels import Exponential, Kernel
-from ..problem import check_options
 from ..smoother import smooth
-from ..vicinity import continue_vicinity, num_cut, refuses_fused, vicinity
+from ..term.features import Features
+from ..tokenwise.vicinity import continue_vicinity, num_cut, refuses_fused, vicinity
 from .cache import Cache, SegmentMemory
 from .positions import Position, place
 from .tokens import TokenKernels

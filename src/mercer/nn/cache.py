@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..features import Features
-from ..growing import Growing
-from ..vicinity import Convolved
+from ..memory.growing import Growing
+from ..term.features import Features
+from ..tokenwise.vicinity import Convolved
 
 
 class Cache:

@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import recall
+from ..dispatch import recall
+from ..dispatch.problem import check_options
 from ..explain import Explanation, explain
-from ..features import Features, Input
 from ..filters import Causal, Filter, Window
 from ..kernels import Kernel
 from ..kernels.distance import Bandwidth, read_bandwidth, squared_distance
-from ..problem import check_options
 from ..smoother import smooth
-from ..term import BEND, Apart, LogScale, Steered, Term, accumulator
+from ..term.features import Features, Input
+from ..term.term import BEND, Apart, LogScale, Steered, Term, accumulator
 from .attention import check_sizes
 from .cache import Cache, SegmentMemory
 from .positions import Rotary, place

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..kernels import ALiBi as ALiBiKernel
 from ..kernels import Exponential, Kernel, Lookup
 from ..kernels import RelativeSinusoid as RelativeSinusoidKernel
-from ..sinusoids import sinusoid, waves
+from ..term.sinusoids import sinusoid, waves
 
 
 class Sinusoid(nn.Module):

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..features import Features
 from ..filters import Filter
 from ..kernels import Exponential, Kernel
 from ..smoother import smooth
-from ..term import half_norm
+from ..term.features import Features
+from ..term.term import half_norm
 
 
 @dataclass(frozen=True, kw_only=True)

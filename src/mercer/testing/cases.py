@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import dispatch
-from ..features import Features
+from ..dispatch import choose as dispatch
+from ..dispatch.problem import prepare
 from ..filters import Filter, Full
 from ..kernels import Kernel, Sum
-from ..problem import prepare
 from ..smoother import smooth
-from ..term import accumulator
+from ..term.features import Features
+from ..term.term import accumulator
 
 EXACT = 1e-10
 

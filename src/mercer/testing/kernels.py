@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..explain import explain
-from ..features import Features
 from ..filters import Causal, Filter, Full, Padding, Window
 from ..kernels import Kernel
 from ..smoother import smooth
+from ..term.features import Features
 from .cases import EXACT, Case, Shape, assert_close, double, errors, inputs, taking
 
 SHAPES = (

@@ -1,0 +1,660 @@
+"""The kernels of sum_j <q_i, k_j>^2 [v_j, 1] in linear time: states, their sums, and who reads them.
+
+    S_ab = sum_j x_ja x_jb y_j        z_ab = sum_j x_ja x_jb        over the chunks before (or after)
+    sum_j <q, k_j>^2 v_j = sum_a q_a (q S_a) + the weights of the own chunk, which are formed
+
+What this must meet: every sum owned by one program, so that the same input gives the same bits; no
+row depends on what it does not see; all sums in float32.
+
+Operands are bfloat16, TF32 (for float16, whose range is too small for squares) or three times TF32
+(for float32). A state is rounded once, so it is kept without its mean: S - z mu, where mu is the
+mean value of the keys that it sums, weighted by |k|^2; z stays in float32. S is symmetric in a and b:
+it is built, and read for values, without the pairs of a late a with an early b.
+
+The weights formed come first, then the states: accumulators of matrix products that something else
+wrote before would make the compiler wait for each product.
+
+Letters: l counts the key heads at hand, n chunks, t places of the padded copies that `prepare`
+makes, in which what is padded, hidden or not finite is zero.
+"""
+
+import triton
+import triton.language as tl
+
+from ..triton.kernels.forward import _settle
+
+NOWHERE = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _operand(x, KIND: tl.constexpr):
+    """x as a matrix product takes it, rounded to nearest."""
+    if KIND == "bf16":
+        out = x.to(tl.bfloat16)
+    elif KIND == "tf32":
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        out = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(tl.float32)
+    return out
+
+
+@triton.jit
+def _wide(x, KIND: tl.constexpr):
+    """What was loaded, as an operand: it needs no rounding."""
+    if KIND == "bf16":
+        out = x
+    else:
+        out = x.to(tl.float32)
+    return out
+
+
+@triton.jit
+def _dot(a, b, KIND: tl.constexpr):
+    return tl.dot(a, b, input_precision="tf32x3" if KIND == "float32" else "tf32")
+
+
+@triton.jit
+def _more(a, b, acc, KIND: tl.constexpr):
+    return tl.dot(a, b, acc, input_precision="tf32x3" if KIND == "float32" else "tf32")
+
+
+@triton.jit
+def _exact(a, b, KIND: tl.constexpr):
+    """a @ b for b in float32, of which bfloat16 takes two parts."""
+    high = _operand(b, KIND)
+    out = _dot(a, high, KIND)
+    if KIND == "bf16":
+        out = _more(a, (b - high.to(tl.float32)).to(tl.bfloat16), out, KIND)
+    return out
+
+
+@triton.jit(do_not_specialize=["heads", "length", "offset"])
+def prepare(
+    X, COPY, SIZE, BAD, LENGTHS, sb, sh, st, heads, length, offset, width, padded,
+    W: tl.constexpr, BT: tl.constexpr, QUERIES: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """A padded copy [W, T], finite; queries are divided by a size of their own.
+
+    SIZE is NaN for a query that is not finite; BAD is the first place of a block that is not.
+    """
+    bh = tl.program_id(1)
+    b, h = (bh // heads).to(tl.int64), bh % heads
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.arange(0, W)
+    i = t - offset
+    inside = (i >= 0) & (i < length)
+    if LIMITED:
+        inside = inside & (i < tl.load(LENGTHS + b))
+    pointers = X + b * sb + h * sh + i[:, None].to(tl.int64) * st + e[None, :]
+    x = tl.load(pointers, mask=inside[:, None] & (e[None, :] < width), other=0.0).to(tl.float32)
+    finite = tl.abs(x) < float("inf")
+    bad = tl.max(tl.where(finite, 0, 1), 1) > 0
+    x = tl.where(finite, x, 0.0)
+    base = bh.to(tl.int64) * padded * W
+    if QUERIES:
+        # The power of two at or below the largest entry: to divide by it is exact.
+        power = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        size = tl.where(power == 0, 1.0, power.to(tl.float32, bitcast=True))
+        x = x / size[:, None]
+        tl.store(SIZE + bh.to(tl.int64) * padded + t, tl.where(bad, float("nan"), size))
+    else:
+        first = tl.min(tl.where(bad, i, NOWHERE), 0)
+        tl.store(BAD + bh * tl.num_programs(0) + tl.program_id(0), first)
+    pointers = COPY + base + e[:, None].to(tl.int64) * padded + t[None, :]
+    tl.store(pointers, tl.trans(x).to(COPY.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["heads", "length", "offset"])
+def prepare_backward(
+    GRAD, OUT, GRAD_LOG, MASS, COPY, SHARE, SHIFT, RATE, sb, sh, st, heads, length, offset, width, padded,
+    W: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Padded copies of dO and dO / m, [W, T], rate = 1 / m, and shift = dlog m - <dO, out>.
+
+    All are zero for rows without mass.
+    """
+    bh = tl.program_id(1)
+    b, h = (bh // heads).to(tl.int64), bh % heads
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.arange(0, W)
+    i = t - offset
+    inside = (i >= 0) & (i < length)
+    line = bh.to(tl.int64) * length + i
+    mass = tl.load(MASS + line, mask=inside, other=0.0)
+    alive = mass > 0.0
+    keep = alive[:, None] & (e[None, :] < width)
+    g = tl.load(
+        GRAD + b * sb + h * sh + i[:, None].to(tl.int64) * st + e[None, :], mask=keep, other=0.0
+    )
+    out = tl.load(OUT + line[:, None] * width + e[None, :], mask=keep, other=0.0)
+    shift = tl.load(GRAD_LOG + line, mask=alive, other=0.0)
+    shift -= tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
+    place = bh.to(tl.int64) * padded + t
+    tl.store(SHIFT + place, shift)
+    rate = tl.where(alive, 1.0 / tl.where(alive, mass, 1.0), 0.0)
+    tl.store(RATE + place, rate)
+    where = bh.to(tl.int64) * padded * W + e[:, None].to(tl.int64) * padded + t[None, :]
+    tl.store(COPY + where, tl.trans(g))
+    tl.store(SHARE + where, tl.trans(g.to(tl.float32) * rate[:, None]).to(SHARE.dtype.element_ty))
+
+
+@triton.jit
+def _build(
+    xt, yt, sums, a, start, stop, tx, group, x_head, y_head,
+    D: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr,
+    BT: tl.constexpr, SETTLE: tl.constexpr,
+):  # fmt: skip
+    """sum_t x_ta x_tb y_t for G features from a on, and for b from FIRST on; stored as [a, b, v]."""
+    b = FIRST + tl.arange(0, D - FIRST)
+    v = tl.arange(0, V)
+    own = a + tl.arange(0, G)
+    acc = tl.zeros((G * V, D - FIRST), tl.float32)
+    for g in range(group):
+        for first in tl.range(start, stop, BT):
+            t = first + tl.arange(0, BT)
+            y = tl.load(yt + g * y_head + v[:, None] * tx + t[None, :])
+            x = _wide(tl.trans(tl.load(xt + g * x_head + b[:, None] * tx + t[None, :])), KIND)
+            xa = tl.load(xt + g * x_head + own[:, None] * tx + t[None, :])
+            if KIND == "bf16":
+                left = xa[:, None, :] * y[None, :, :]
+            else:
+                left = _operand(xa.to(tl.float32)[:, None, :] * y.to(tl.float32)[None, :, :], KIND)
+            acc = _more(tl.reshape(left, (G * V, BT)), x, acc, KIND)
+            _settle(g, SETTLE)
+    r = tl.arange(0, G * V)
+    pointers = sums + (a + r // V)[:, None] * (D * V) + b[None, :] * V + (r % V)[:, None]
+    tl.store(pointers, acc, mask=(a + r // V)[:, None] < D)
+
+
+@triton.jit
+def _build_mass(
+    xt, y, rate, shift, masses, means, traces, start, stop, tx, group, x_head, y_head,
+    D: tl.constexpr, V: tl.constexpr, RATED: tl.constexpr, KIND: tl.constexpr, BT: tl.constexpr,
+    SETTLE: tl.constexpr,
+):  # fmt: skip
+    """z, with the weights rate shift if RATED; else also sum_t |x_t|^2 y_t and sum_t |x_t|^2."""
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
+    acc = tl.zeros((D, D), tl.float32)
+    mean = tl.zeros((V,), tl.float32)
+    trace = 0.0
+    for g in range(group):
+        for first in tl.range(start, stop, BT):
+            t = first + tl.arange(0, BT)
+            x = tl.load(xt + g * x_head + d[:, None] * tx + t[None, :])
+            if RATED:
+                weight = tl.load(rate + g * tx + t) * tl.load(shift + g * tx + t)
+                left = _operand(x.to(tl.float32) * weight[None, :], KIND)
+            else:
+                left = _wide(x, KIND)
+                norm = tl.sum(x.to(tl.float32) * x.to(tl.float32), 0)
+                values = tl.load(y + g * y_head + v[:, None] * tx + t[None, :]).to(tl.float32)
+                mean += tl.sum(norm[None, :] * values, 1)
+                trace += tl.sum(norm, 0)
+            acc = _more(left, tl.trans(_wide(x, KIND)), acc, KIND)
+            _settle(g, SETTLE)
+    tl.store(masses + d[:, None] * D + d[None, :], acc)
+    if not RATED:
+        tl.store(means + v, mean)
+        tl.store(traces, trace)
+
+
+@triton.jit(
+    do_not_specialize=["first_head", "heads", "x_heads", "y_heads", "first_chunk", "chunks"]
+)
+def build(
+    XT, Y, RATE, SHIFT, SUMS, MASSES, MEANS, TRACES, first_head, heads, x_heads, y_heads, group,
+    tx, chunk, first_chunk, chunks, origin, width,
+    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, RATED: tl.constexpr, G: tl.constexpr,
+    KIND: tl.constexpr, BT: tl.constexpr, SETTLE: tl.constexpr,
+):  # fmt: skip
+    """The sums of one chunk: G features of S, or, in the last program, z."""
+    part = tl.program_id(0)
+    n = first_chunk + tl.program_id(1)
+    low = tl.program_id(2)
+    bj = first_head + low
+    b, j = (bj // heads).to(tl.int64), bj % heads
+    # Of queries there are `group` heads for each; keys and values may be shared by several.
+    x_head = (b * x_heads + j * x_heads // heads) * (tx * D)
+    y_head = (b * y_heads + j * y_heads // heads) * (tx * V)
+    line = bj.to(tl.int64) * group * tx
+    start = n * chunk - origin
+    slot = low.to(tl.int64) * chunks + n
+    if part * G >= width:
+        if part == tl.num_programs(0) - 1:
+            _build_mass(
+                XT + x_head, Y + y_head, RATE + line, SHIFT + line, MASSES + slot * (D * D),
+                MEANS + slot * V, TRACES + slot, start, start + chunk, tx, group, tx * D, tx * V,
+                D, V, RATED, KIND, BT, SETTLE,
+            )  # fmt: skip
+    else:
+        if HALF and part * G >= D // 2:
+            _build(
+                XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start,
+                start + chunk, tx, group, tx * D, tx * V, D, V, D // 2, G, KIND, BT, SETTLE,
+            )  # fmt: skip
+        else:
+            _build(
+                XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start,
+                start + chunk, tx, group, tx * D, tx * V, D, V, 0, G, KIND, BT, SETTLE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["chunks", "low", "high", "keep_low", "keep_high"])
+def scan(
+    SUMS, MASSES, MEANS, TRACES, STATES, Z, MU, chunks, low, high, keep_low, keep_high, width,
+    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, MIRROR: tl.constexpr,
+    REVERSE: tl.constexpr, TOTAL: tl.constexpr, CENTRED: tl.constexpr, KIND: tl.constexpr,
+    BB: tl.constexpr,
+):  # fmt: skip
+    """For every chunk the sum of those before it, or after it if REVERSE, or one of all if TOTAL."""
+    a = tl.program_id(0)
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
+    line = tl.program_id(2).to(tl.int64) * chunks
+    v = tl.arange(0, V)
+    late = a >= D // 2
+    early = tl.program_id(1) * BB < D // 2
+    if not (HALF and late and early):
+        state = tl.zeros((BB, V), tl.float32)
+        z = tl.zeros((BB,), tl.float32)
+        mean = tl.zeros((V,), tl.float32)
+        trace = 0.0
+        count = chunks + 1 if TOTAL else chunks
+        for step in range(count):
+            n = chunks - 1 - step if REVERSE else step
+            if TOTAL:
+                wanted = step == chunks
+                slot = line
+            else:
+                wanted = (n >= keep_low) & (n < keep_high)
+                slot = line + n
+            if wanted:
+                out = state
+                if CENTRED:
+                    mu = tl.where(trace > 0.0, mean / tl.where(trace > 0.0, trace, 1.0), 0.0)
+                    out = state - z[:, None] * mu[None, :]
+                    if a == 0 and tl.program_id(1) == 0:
+                        tl.store(MU + slot * V + v, mu)
+                out = _operand(out, KIND)
+                base = STATES + slot * (D * D * V) + v[None, :]
+                tl.store(base + a * (D * V) + b[:, None] * V, out)
+                tl.store(Z + slot * (D * D) + a * D + b, z)
+                if HALF:
+                    if not late and not early:
+                        tl.store(Z + slot * (D * D) + b * D + a, z)
+                        if MIRROR:
+                            tl.store(base + b[:, None] * (D * V) + a * V, out)
+            if (n >= low) & (n < high):
+                chunk = line + n
+                state += tl.load(
+                    SUMS + chunk * (D * D * V) + a * (D * V) + b[:, None] * V + v[None, :],
+                    mask=(a < width) & (b[:, None] < width), other=0.0,
+                )  # fmt: skip
+                z += tl.load(MASSES + chunk * (D * D) + a * D + b)
+                if CENTRED:
+                    mean += tl.load(MEANS + chunk * V + v)
+                    trace += tl.load(TRACES + chunk)
+
+
+@triton.jit
+def _masses(z, width, D: tl.constexpr):
+    """z, [D, D], whose rows beyond the width are not there."""
+    d = tl.arange(0, D)
+    return tl.load(z + d[:, None] * D + d[None, :], mask=d[:, None] < width, other=0.0)
+
+
+@triton.jit
+def _halves(x, W: tl.constexpr):
+    """The first and the last W columns of [T, 2 W]."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, W)), (0, 2, 1)))
+
+
+@triton.jit
+def _read(acc, x, column, t, tx, state, start, stop, inner, outer, STRIDE: tl.constexpr,
+          K: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr,
+          STAGES: tl.constexpr):  # fmt: skip
+    """acc + sum_a x_a (x S_a), a from start to stop, for S_a [K, N] with strides inner and outer."""
+    k = tl.arange(0, K)
+    if PAIR:
+        n = tl.arange(0, 2 * N)
+        where = state + k[:, None] * inner + (n // N)[None, :] * STRIDE + (n % N)[None, :] * outer
+        for a in tl.range(start, stop, 2, num_stages=STAGES):
+            even = tl.load(column + a * tx + t).to(tl.float32)
+            odd = tl.load(column + (a + 1) * tx + t).to(tl.float32)
+            left, right = _halves(_dot(x, tl.load(where + a * STRIDE), KIND), N)
+            acc += even[:, None] * left
+            acc += odd[:, None] * right
+    else:
+        n = tl.arange(0, N)
+        where = state + k[:, None] * inner + n[None, :] * outer
+        for a in tl.range(start, stop, num_stages=STAGES):
+            xa = tl.load(column + a * tx + t).to(tl.float32)
+            acc += xa[:, None] * _dot(x, tl.load(where + a * STRIDE), KIND)
+    return acc
+
+
+@triton.jit
+def _values(acc, x, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
+            HALF: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """sum_ab x_a x_b S_ab, [T, V], for x [T, D] and S read without late a and early b."""
+    if HALF:
+        d = tl.arange(0, D)
+        twice = x * tl.where(d < D // 2, 1.0, 2.0)[None, :].to(x.dtype)
+        acc = _read(
+            acc, twice, column, t, tx, state, 0, tl.minimum(D // 2, width), V, 1, D * V, D, V, KIND,
+            PAIR, STAGES,
+        )  # fmt: skip
+        b = D // 2 + tl.arange(0, D // 2)
+        late = _wide(tl.trans(tl.load(column + b[:, None] * tx + t[None, :])), KIND)
+        acc = _read(
+            acc, late, column, t, tx, state + D // 2 * V, D // 2, width, V, 1, D * V, D // 2, V,
+            KIND, PAIR, STAGES,
+        )  # fmt: skip
+    else:
+        acc = _read(acc, x, column, t, tx, state, 0, width, V, 1, D * V, D, V, KIND, PAIR, STAGES)
+    return acc
+
+
+@triton.jit
+def _slopes(acc, y, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
+            KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """sum_a x_a <y, S_ab>, [T, D], for y [T, V]: half the slope of the sum above along y."""
+    return _read(acc, y, column, t, tx, state, 0, width, 1, V, D * V, V, D, KIND, PAIR, STAGES)
+
+
+@triton.jit
+def _near(acc, mass, q, k, values, start, stop, place, tk, D: tl.constexpr, V: tl.constexpr,
+          MASK: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """The keys from start to stop, whose weights are formed."""
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
+    for first in tl.range(start, stop, BN):
+        j = first + tl.arange(0, BN)
+        kt = _wide(tl.load(k + d[:, None] * tk + j[None, :]), KIND)
+        s = _dot(q, kt, KIND)
+        if MASK:
+            s = tl.where(j[None, :] <= place[:, None], s, 0.0)
+        w = s * s
+        mass += tl.sum(w, 1)
+        x = _wide(tl.load(values + v[:, None] * tk + j[None, :]), KIND)
+        acc = _more(_operand(w, KIND), tl.trans(x), acc, KIND)
+    return acc, mass
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_head",
+        "heads",
+        "k_heads",
+        "v_heads",
+        "chunks",
+        "offset",
+        "num_queries",
+    ]
+)
+def forward(
+    QT, SIZE, KT, VALUES, STATES, Z, MU, BAD_K, BAD_V, OUT, LOG, MASS, first_head, heads, k_heads,
+    v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
+    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out, log_mass and the mass for queries divided by their sizes, of one block of queries."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = first_head * group + tl.program_id(1)
+    bj = bh // group
+    b, j = (bj // heads).to(tl.int64), bj % heads
+    k_head, v_head = b * k_heads + j * k_heads // heads, b * v_heads + j * v_heads // heads
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
+    t = block * BM + tl.arange(0, BM)
+    column = QT + bh.to(tl.int64) * (tq * D)
+    q = _wide(tl.trans(tl.load(column + d[:, None] * tq + t[None, :])), KIND)
+    acc = tl.zeros((BM, V), tl.float32)
+    mass = tl.zeros((BM,), tl.float32)
+    n = (origin + block * BM) // chunk
+    place = origin + t
+    if NEAR:
+        k, values = KT + k_head * (tk * D), VALUES + v_head * (tk * V)
+        if CAUSAL:
+            start = n * chunk
+            middle = origin + block * BM
+            acc, mass = _near(
+                acc, mass, q, k, values, start, middle, place, tk, D, V, False, KIND, BN
+            )
+            acc, mass = _near(
+                acc, mass, q, k, values, middle, middle + BM, place, tk, D, V, True, KIND, BN
+            )
+        else:
+            acc, mass = _near(acc, mass, q, k, values, 0, tk, place, tk, D, V, False, KIND, BN)
+    if FAR:
+        if not CAUSAL or n > 0:
+            slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
+            acc = _values(
+                acc,
+                q,
+                column,
+                t,
+                tq,
+                STATES + slot * (D * D * V),
+                width,
+                D,
+                V,
+                HALF,
+                KIND,
+                PAIR,
+                STAGES,
+            )
+            z = _masses(Z + slot * (D * D), width, D)
+            far = tl.sum(_exact(q, z, KIND) * q.to(tl.float32), 1)
+            acc += far[:, None] * tl.load(MU + slot * V + v)[None, :]
+            mass += far
+    i = t - offset
+    inside = (i >= 0) & (i < num_queries)
+    size = tl.load(SIZE + bh.to(tl.int64) * tq + t)
+    seen = place if CAUSAL else NOWHERE - 1
+    bad = tl.minimum(tl.load(BAD_K + k_head), tl.load(BAD_V + v_head))
+    spoiled = (size != size) | (bad <= seen)
+    # A sum of squares below zero is all rounding.
+    alive = mass > 0.0
+    safe = tl.where(alive, mass, 1.0)
+    out = tl.where(alive[:, None], acc / safe[:, None], 0.0)
+    log = tl.where(alive, tl.log(safe) + 2.0 * tl.log(size), float("-inf"))
+    line = bh.to(tl.int64) * num_queries + i
+    nan = float("nan")
+    tl.store(LOG + line, tl.where(spoiled, nan, log), mask=inside)
+    tl.store(MASS + line, tl.where(spoiled, nan, tl.where(alive, mass, 0.0)), mask=inside)
+    out = tl.where(spoiled[:, None], nan, out).to(OUT.dtype.element_ty)
+    tl.store(OUT + line[:, None] * dv + v[None, :], out, mask=inside[:, None] & (v[None, :] < dv))
+
+
+@triton.jit
+def _near_queries(
+    acc, whole, q, g, shift, k, values, start, stop, place, tk, D: tl.constexpr, V: tl.constexpr,
+    MASK: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """sum_j s_ij (<dO_i, v_j> + shift_i) k_j and sum_j s_ij k_j."""
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
+    for first in tl.range(start, stop, BN):
+        j = first + tl.arange(0, BN)
+        kt = _wide(tl.load(k + d[:, None] * tk + j[None, :]), KIND)
+        s = _dot(q, kt, KIND)
+        if MASK:
+            s = tl.where(j[None, :] <= place[:, None], s, 0.0)
+        x = _wide(tl.load(values + v[:, None] * tk + j[None, :]), KIND)
+        dp = _dot(g, x, KIND) + shift[:, None]
+        acc = _more(_operand(s * dp, KIND), tl.trans(kt), acc, KIND)
+        whole = _more(_operand(s, KIND), tl.trans(kt), whole, KIND)
+    return acc, whole
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_head",
+        "heads",
+        "k_heads",
+        "v_heads",
+        "chunks",
+        "offset",
+        "num_queries",
+    ]
+)
+def backward_queries(
+    QT, SIZE, KT, VALUES, STATES, Z, MU, GRAD, GRAD_LOG, SHIFT, RATE, EXACT, DQ, first_head, heads,
+    k_heads, v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
+    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of queries, and EXACT, the shift without the rounding of `out`.
+
+    <q, dq> must be dlog m exactly, since the length of q changes nothing else: what it is off by is
+    that rounding, and is taken out.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = first_head * group + tl.program_id(1)
+    bj = bh // group
+    b, j = (bj // heads).to(tl.int64), bj % heads
+    k_head, v_head = b * k_heads + j * k_heads // heads, b * v_heads + j * v_heads // heads
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
+    t = block * BM + tl.arange(0, BM)
+    column = QT + bh.to(tl.int64) * (tq * D)
+    row = bh.to(tl.int64) * tq + t
+    q = _wide(tl.trans(tl.load(column + d[:, None] * tq + t[None, :])), KIND)
+    grad = GRAD + bh.to(tl.int64) * (tq * V)
+    g = _wide(tl.trans(tl.load(grad + v[:, None] * tq + t[None, :])), KIND)
+    shift = tl.load(SHIFT + row)
+    acc = tl.zeros((BM, D), tl.float32)
+    whole = tl.zeros((BM, D), tl.float32)
+    n = (origin + block * BM) // chunk
+    if NEAR:
+        place = origin + t
+        k, values = KT + k_head * (tk * D), VALUES + v_head * (tk * V)
+        if CAUSAL:
+            start = n * chunk
+            middle = origin + block * BM
+            acc, whole = _near_queries(
+                acc, whole, q, g, shift, k, values, start, middle, place, tk, D, V, False, KIND, BN
+            )
+            acc, whole = _near_queries(
+                acc, whole, q, g, shift, k, values, middle, middle + BM, place, tk, D, V, True,
+                KIND, BN,
+            )  # fmt: skip
+        else:
+            acc, whole = _near_queries(
+                acc, whole, q, g, shift, k, values, 0, tk, place, tk, D, V, False, KIND, BN
+            )
+    if FAR:
+        if not CAUSAL or n > 0:
+            slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
+            acc = _slopes(
+                acc, g, column, t, tq, STATES + slot * (D * D * V), width, D, V, KIND, PAIR, STAGES
+            )
+            z = _masses(Z + slot * (D * D), width, D)
+            far = _exact(q, z, KIND)
+            mu = tl.load(MU + slot * V + v)
+            acc += (shift + tl.sum(g.to(tl.float32) * mu[None, :], 1))[:, None] * far
+            whole += far
+    i = t - offset
+    inside = (i >= 0) & (i < num_queries)
+    line = bh.to(tl.int64) * num_queries + i
+    rate = tl.load(RATE + row)
+    want = tl.load(GRAD_LOG + line, mask=inside & (rate > 0.0), other=0.0)
+    off = want - tl.sum(q.to(tl.float32) * acc, 1) * rate
+    tl.store(EXACT + row, shift + off)
+    size = tl.load(SIZE + row)
+    scale = tl.where(rate > 0.0, 2.0 * rate / size, 0.0)
+    dq = tl.where(rate[:, None] > 0.0, (acc + off[:, None] * whole) * scale[:, None], 0.0)
+    tl.store(
+        DQ + line[:, None] * width + d[None, :], dq.to(DQ.dtype.element_ty),
+        mask=inside[:, None] & (d[None, :] < width),
+    )  # fmt: skip
+
+
+@triton.jit
+def _near_keys(
+    dk, dv, kx, vx, columns, grad, shift, rate, start, stop, origin, place, tq,
+    D: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The queries from start to stop, counted as in their copies."""
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
+    for first in tl.range(start, stop, BN):
+        t = first + tl.arange(0, BN)
+        qt = _wide(tl.load(columns + d[:, None] * tq + t[None, :]), KIND)
+        s = _dot(kx, qt, KIND)
+        if MASK:
+            s = tl.where(place[:, None] <= origin + t[None, :], s, 0.0)
+        r = tl.load(rate + t)
+        g = _wide(tl.load(grad + v[:, None] * tq + t[None, :]), KIND)
+        dv = _more(_operand(s * s * r[None, :], KIND), tl.trans(g), dv, KIND)
+        dp = _dot(vx, g, KIND) + tl.load(shift + t)[None, :]
+        dk = _more(_operand(s * dp * r[None, :], KIND), tl.trans(qt), dk, KIND)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["first_head", "heads", "k_heads", "v_heads", "chunks", "num_keys"])
+def backward_keys(
+    QT, KT, VALUES, STATES, Z, GRAD, SHIFT, RATE, DK, DV, first_head, heads, k_heads, v_heads,
+    group, tq, tk, chunk, origin, chunks, num_keys, width, width_v,
+    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys, from the states of the queries after it."""
+    block = tl.program_id(0)
+    bj = first_head + tl.program_id(1)
+    b, j = (bj // heads).to(tl.int64), bj % heads
+    k_head, v_head = b * k_heads + j * k_heads // heads, b * v_heads + j * v_heads // heads
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
+    place = block * BM + tl.arange(0, BM)
+    column = KT + k_head * (tk * D)
+    kx = _wide(tl.trans(tl.load(column + d[:, None] * tk + place[None, :])), KIND)
+    values = VALUES + v_head * (tk * V)
+    vx = _wide(tl.trans(tl.load(values + v[:, None] * tk + place[None, :])), KIND)
+    dk = tl.zeros((BM, D), tl.float32)
+    dv = tl.zeros((BM, V), tl.float32)
+    n = block * BM // chunk
+    if NEAR:
+        for g in range(group):
+            bh = bj.to(tl.int64) * group + g
+            columns, grad = QT + bh * (tq * D), GRAD + bh * (tq * V)
+            shift, rate = SHIFT + bh * tq, RATE + bh * tq
+            if CAUSAL:
+                own = block * BM - origin
+                if own >= 0:
+                    dk, dv = _near_keys(
+                        dk, dv, kx, vx, columns, grad, shift, rate, own, own + BM, origin, place,
+                        tq, D, V, True, KIND, BN,
+                    )  # fmt: skip
+                dk, dv = _near_keys(
+                    dk, dv, kx, vx, columns, grad, shift, rate, tl.maximum(own + BM, 0),
+                    (n + 1) * chunk - origin, origin, place, tq, D, V, False, KIND, BN,
+                )  # fmt: skip
+            else:
+                dk, dv = _near_keys(
+                    dk, dv, kx, vx, columns, grad, shift, rate, 0, tq, origin, place, tq,
+                    D, V, False, KIND, BN,
+                )  # fmt: skip
+    if FAR:
+        if not CAUSAL or n < chunks - 1:
+            slot = tl.program_id(1).to(tl.int64) * chunks + (n if CAUSAL else 0)
+            state = STATES + slot * (D * D * V)
+            dv = _values(dv, kx, column, place, tk, state, width, D, V, HALF, KIND, PAIR, STAGES)
+            dk = _slopes(dk, vx, column, place, tk, state, width, D, V, KIND, PAIR, STAGES)
+            z = _masses(Z + slot * (D * D), width, D)
+            dk += _exact(kx, z, KIND)
+    inside = place < num_keys
+    line = bj.to(tl.int64) * num_keys + place
+    tl.store(
+        DK + line[:, None] * width + d[None, :], (2.0 * dk).to(DK.dtype.element_ty),
+        mask=inside[:, None] & (d[None, :] < width),
+    )  # fmt: skip
+    tl.store(
+        DV + line[:, None] * width_v + v[None, :], dv.to(DV.dtype.element_ty),
+        mask=inside[:, None] & (v[None, :] < width_v),
+    )  # fmt: skip

@@ -1,0 +1,86 @@
+"""What kernels for Hopper have in common whose groups of warps have parts."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ...kernels.forward import COLUMNS, _key_range
+
+# As Triton 3.6 calls them, and as later ones do.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+# Keys of a group, and queries of a block; or the other way round.
+OWN = gl.constexpr(64)
+BLOCK = gl.constexpr(64)
+# Of a thread that multiplies.
+REGISTERS = gl.constexpr(240)
+# A number for each thread of a group, or for some.
+NOTE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _landed():
+    """Waits until what was stored lies in memory, not only until it has left from here."""
+    code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def _wait_for(place, least):
+    """Waits until no number at some places is less than this.
+
+    It does not acquire: that is left to who reads, after it, what the first level of the cache may hold.
+    """
+    code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
+    has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
+    while has < least:
+        has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
+
+
+@gluon.jit
+def _batch(stride, b):
+    """Where a batch lies: all lie at one place where they share it."""
+    return gl.where(stride == 0, 0, b)
+
+
+@gluon.jit
+def _range(low, count, b, first, LENGTHS, num_queries, num_keys, FILTER: gl.constexpr):
+    """Keys that some queries may see: where their blocks begin, how many, and which all of them see."""
+    place = num_keys - num_queries
+    high = gl.minimum(low + count, num_queries) - 1 + place
+    start, stop, sure_start, sure_stop = _key_range(
+        low + place, high, b, first, LENGTHS, num_keys, FILTER
+    )
+    start = gl.maximum(start, 0) // BLOCK * BLOCK
+    stop = gl.where(low < num_queries, gl.maximum(stop, start), start)
+    return start, (stop - start + BLOCK - 1) // BLOCK, sure_start, sure_stop
+
+
+@gluon.jit
+def _skip(begin, end, done, full, empty, STAGES: gl.constexpr):
+    """Blocks that a group has nothing to do with."""
+    for step in range(begin, end):
+        s = (done + step) % STAGES
+        mbarrier.wait(full.index(s), ((done + step) // STAGES) & 1)
+        mbarrier.arrive(empty.index(s), count=1)
+
+
+@gluon.jit
+def _within(x):
+    """Sums of the rows of a block, as far as one thread has them: [keys, threads of a row]."""
+    return gl.sum(gl.sum(x.reshape([OWN, BLOCK // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _along(LAYOUT: gl.constexpr):
+    """The numbers of columns, in a row."""
+    return gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def _ones(LAYOUT: gl.constexpr):
+    """What columns are multiplied by to be added up: the first three of them, as `triton_kernels._ones` has it."""
+    ones = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, LAYOUT)
+    return gl.where(_along(LAYOUT) < 3, ones, 0.0)

@@ -1,0 +1,804 @@
+"""The backward of the fused kernels, in two passes: by blocks of queries, and by blocks of keys.
+
+With P the normalised weights and g_ij = dP_ij - delta_i, where delta = <dO, O> - dlog_mass, and
+t_ij = <q_i, k_j> + col_j,
+
+    dv_j = sum_i P_ij dO_i        ds_ij = g_ij P_ij slope(s_ij)        dt_ij = scale_i ds_ij
+    dk_j = sum_i dt_ij q_i        dcol_j = sum_i dt_ij                 drow_i = sum_j ds_ij
+    dq_i = sum_j dt_ij k_j        dscale_i = sum_j ds_ij t_ij
+
+What a loop would pay for at every pair is left to the end of a block, where it is one operation for
+each row: sum_j ds_ij <q_i, k_j> = <q_i, sum_j ds_ij k_j>, and a number per key that is -|k_j|^2 / 2
+adds -dcol_j k_j to dk_j. The product has rounded ds_ij, though. A link's scale, whose gradient is a
+smaller difference of larger sums, is summed pair by pair. delta is formed by the pass over queries,
+which comes first, for both.
+"""
+
+import triton
+import triton.language as tl
+
+from .forward import (
+    BLOCKS,
+    COLUMNS,
+    FAR,
+    FLAT,
+    IDENTITY,
+    PAIRS,
+    POLY,
+    _band_at,
+    _band_block,
+    _band_start,
+    _block,
+    _cut,
+    _delta,
+    _down,
+    _empty_span,
+    _exactly,
+    _finite,
+    _form,
+    _head,
+    _held,
+    _kept,
+    _key_range,
+    _link,
+    _no_tickets,
+    _numbers,
+    _of_keys,
+    _of_queries,
+    _ones,
+    _power,
+    _query_range,
+    _row_of,
+    _rows,
+    _scale,
+    _scaled,
+    _strict,
+    _visible,
+)
+
+
+@triton.jit
+def _weights(
+    t0, t1, scale0, scale1, row0, row1, bias, lse2, rate, seen,
+    E1: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr, PARAM0: tl.constexpr,
+    PARAM1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+):  # fmt: skip
+    """(P, dP/ds0, dP/ds1): the weights again, and their derivatives at a fixed mass."""
+    if FORM == POLY:
+        x = t0 * rate
+        if MASK:
+            x = tl.where(seen, x, 0.0)
+        pull0 = _power(x, PARAM0 - 1)
+        p = pull0 * x
+        pull1 = p
+    elif FORM == FLAT:
+        _, a, c = _link(_scaled(t0, scale0, row0, LINK0, HAS_ROW0), LINK0, PARAM0, True)
+        p = a * rate
+        pull0 = c * rate
+        if MASK:
+            p = tl.where(seen, p, 0.0)
+            pull0 = tl.where(seen, pull0, 0.0)
+        pull1 = p
+    else:
+        s0 = _scaled(t0, scale0, row0, LINK0, HAS_ROW0)
+        e, a0, c0 = _link(s0, LINK0, PARAM0, False)
+        a1 = 1.0
+        c1 = 1.0
+        if E1 > 0 and not SAME:
+            s1 = _scaled(t1, scale1, row1, LINK1, HAS_ROW1)
+            other, a1, c1 = _link(s1, LINK1, PARAM1, False)
+            e += other
+        if BIAS >= BLOCKS:
+            e += bias
+        if MASK:
+            e = tl.where(seen, e, float("-inf"))
+        bare = tl.exp2(e - lse2)
+        p = bare * a0 * a1
+        pull0 = p
+        pull1 = p
+        if LINK0 != IDENTITY:
+            pull0 = bare * c0 * a1
+        if E1 > 0 and not SAME:
+            if LINK1 != IDENTITY:
+                pull1 = bare * a0 * c1
+    return p, pull0, pull1
+
+
+@triton.jit
+def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKENS: tl.constexpr):
+    """Where dO of a head begins, and the stride of its rows."""
+    if TMA:
+        base, stride = GRAD, dv
+    elif TOKENS:
+        base, stride = GRAD + (b * num_queries * num_heads + h) * dv, num_heads * dv
+    else:
+        base, stride = GRAD + line * dv, dv
+    return base, stride
+
+
+@triton.jit
+def _keys_span(
+    dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, head0, head1, q0_base, q1_base,
+    grad_base, S0, S1, R0, R1, LSE2, DELTA, band, tiles, dband, lengths, ids, y, line, j, first_key, b, bh,
+    first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids,
+    stb, width, e0, e1, dv,
+    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
+    DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, STORE: tl.constexpr,
+    PART: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
+    CHECK: tl.constexpr = MASK or not EVEN
+    # Wider products, and tables, leave no registers to spare for two at once.
+    EARLY: tl.constexpr = E0 + E1 <= 64 and CLIP < 0
+    for first_query in tl.range(start, stop, BM):
+        n = first_query + tl.arange(0, BM)
+        i = n + place
+        inside = n < num_queries
+        q0 = _block(q0_base, b, h, sqb0, sqt0, first_query, e0, num_queries, BM, E0, CHECK, TMA)
+        lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
+        scale0 = head0
+        if MODE0 == 2:
+            scale0 = tl.load(S0 + line + n, mask=inside, other=0.0)[None, :]
+        row0 = tl.load(R0 + line + n, mask=inside, other=0.0)[None, :] if HAS_ROW0 else 0.0
+        t0 = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
+        scale1, row1, t1 = head1, 0.0, t0
+        if E1 > 0:
+            q1 = _block(q1_base, b, h, sqb1, sqt1, first_query, e1, num_queries, BM, E1, CHECK, TMA)
+            if MODE1 == 2:
+                scale1 = tl.load(S1 + line + n, mask=inside, other=0.0)[None, :]
+            row1 = tl.load(R1 + line + n, mask=inside, other=0.0)[None, :] if HAS_ROW1 else 0.0
+            if SAME:
+                t0 = tl.dot(k1, tl.trans(q1), t0, input_precision=PRECISION)
+            else:
+                t1 = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
+                if HAS_COL1:
+                    t1 += c1[:, None]
+        if EARLY:
+            # Started before the weights are formed, so that the two run side by side.
+            grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
+            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        if HAS_COL0:
+            t0 += c0[:, None]
+        bias = 0.0
+        if BIAS == FAR:
+            far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0)
+            lse2 = lse2 - far.to(tl.float32)
+        elif BIAS == BLOCKS:
+            begin = _band_start(first_query, place, num_keys, width, CLIP)
+            bias = _band_block(
+                band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width, BM, BN,
+                TILED,
+            )  # fmt: skip
+            # Narrow numbers are turned faster.
+            bias = tl.trans(bias).to(tl.float32)
+        elif BIAS == PAIRS:
+            begin = _band_start(first_query, place, num_keys, width, CLIP)
+            bias = _band_at(band, n[None, :], j[:, None], num_queries, width, begin)
+        seen = j[:, None] >= 0
+        if MASK:
+            seen = _visible(
+                i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
+            )
+        if MASK and OWN > 0:
+            same = i[None, :] == j[:, None]
+            if OWN == 2:
+                seen = seen & ~same
+        rate = 1.0
+        if FORM == POLY:
+            rate = scale0 * tl.exp2(-lse2 / PARAM0)[None, :]
+        elif FORM == FLAT:
+            rate = tl.exp2(-lse2)[None, :]
+        p, pull0, pull1 = _weights(
+            t0, t1, scale0, scale1, row0, row1, bias, lse2[None, :], rate, seen, E1, LINK0, LINK1,
+            PARAM0, PARAM1, HAS_ROW0, HAS_ROW1, BIAS, MASK, FORM, SAME,
+        )  # fmt: skip
+        if not EARLY:
+            grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
+            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        if MASK and OWN == 1:
+            dp = tl.where(same, tl.dot(y, tl.trans(grad), input_precision=PRECISION), dp)
+        # Read late, when log_mass has given back its registers.
+        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
+        dropped = p
+        if DROPOUT:
+            kept = _kept(seed, bh, n[None, :], j[:, None], num_queries, num_keys, dropout)
+            dropped = tl.where(kept, p, 0.0) / (1.0 - dropout)
+            dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
+        if MASK and OWN == 1:
+            dropped = tl.where(same, 0.0, p)
+        if PART != 2:
+            dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
+        # Scales that are the same for all queries wait until the end of the block; those of each
+        # query cost nothing beside the difference. But it rounds one of its products and not the other, so
+        # that equal ones do not vanish, as they have to in float32.
+        ALONG: tl.constexpr = MODE0 == 2 and E1 == 0 and FORM != POLY and PRECISION != "ieee"
+        if ALONG:
+            g = dp * scale0 - delta * scale0
+        else:
+            g = dp - delta
+        if MASK:
+            g = tl.where(seen, g, 0.0)
+        u0 = g * pull0
+        if FORM == POLY:
+            u0 = u0 * (PARAM0 * rate)
+        elif MODE0 == 2 and not ALONG:
+            u0 = u0 * scale0
+        if STORE and BIAS == BLOCKS:
+            at = [b.to(tl.int32), h.to(tl.int32), first_query, first_key - begin]
+            dband.store(at, tl.trans(u0.to(q0.dtype)).reshape(1, 1, BM, BN))
+        if PART != 2:
+            dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
+        if DCOL0 and PART != 2:
+            dc0 += tl.sum(u0, 1)
+        if E1 > 0 and PART != 1:
+            u1 = u0
+            if not SAME:
+                u1 = g * pull1
+                if MODE1 == 2:
+                    u1 = u1 * scale1
+            dk1 = tl.dot(u1.to(q1.dtype), q1, dk1, input_precision=PRECISION)
+            if DCOL1:
+                dc1 += tl.sum(u1, 1)
+    return dk0, dk1, dv_, dc0, dc1
+
+
+@triton.jit
+def _reference(col, HAS_COL: tl.constexpr):
+    """A number per key to count the others from.
+
+    The gradient of a scale sums u (<q, k> + col) over all pairs. What col has in common would be
+    a large sum that cancels; for a row, sum u is dlog_mass, so it is taken out.
+    """
+    out = 0.0
+    if HAS_COL:
+        out = tl.load(col)
+        out = tl.where(tl.abs(out) < float("inf"), out, 0.0)
+    return out
+
+
+@triton.jit
+def _counted(e, ref):
+    """How columns count that add up to numbers less ref: the fourth, e = 3, is one."""
+    return tl.where(e < 3, 1.0, tl.where(e == 3, -ref, 0.0))
+
+
+@triton.jit
+def _of_columns(sums, ref):
+    """sum_j u_ij (col_j - ref), of sums over columns that add up to col, and over one of ones."""
+    return tl.sum(sums * _counted(tl.arange(0, COLUMNS)[None, :], ref), 1)
+
+
+@triton.jit
+def _store(target, x, mask, ADD: tl.constexpr):
+    """Store x, or add it to what another pass has stored."""
+    if ADD:
+        x += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, x.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_keys(
+    dk, dc, k, c, ref, scale, DK, DC, DS, keys, sums, rows, j, num_keys, width,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, SUM: tl.constexpr,
+    SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dk, dcol and the keys' share of dscale, from sums without the scale of a head."""
+    inside = j < num_keys
+    if WANT and MODE == 1:
+        _store(DS + sums + j, _finite(c - ref) * dc if SUM else tl.zeros_like(c), inside, ADD)
+    if MODE != 2 and not SCALED:
+        dk = dk * scale
+        dc = dc * scale
+    if NORM:
+        dk -= dc[:, None] * _finite(k.to(tl.float32))
+    e = tl.arange(0, WIDTH)
+    target = DK + rows[:, None] * width + e[None, :]
+    _store(target, dk, inside[:, None] & (e[None, :] < width), ADD)
+    if SAVE_COL:
+        _store(DC + keys + j, dc, inside, ADD)
+
+
+@triton.jit(do_not_specialize=["num_heads", "first", "seed"])
+def backward_keys(
+    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA,
+    DBAND, DK0, DK1, DV, DC0, DC1, DS0, DS1, OWN_V,
+    sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
+    num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
+    seed, number0, number1, dropout, ovb, ovh, ovt,
+    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    LOG0: tl.constexpr, LOG1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
+    WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
+    TMA: tl.constexpr, TILED: tl.constexpr, STORE: tl.constexpr, TOKENS: tl.constexpr,
+    PART: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """dk, dv and dcol of one block of keys, for one query head.
+
+    PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
+    ADD: another pass has stored its share before. STORE: all pairs lie in a band, and so do their
+    gradients, from here on. OWN: the query at a key's place has another value (1), and another key,
+    too (2), neither of which has its gradient here.
+    """
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    block = tl.program_id(0)
+    j = block * BN + tl.arange(0, BN)
+    place = num_keys - num_queries
+    line = bh.to(tl.int64) * num_queries
+    k0 = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, j, e0, E0, num_keys, True)
+    v = _rows(V_ + b * svb + (h // group_v) * svh, svt, j, dv, V, num_keys, True)
+    y = v
+    if OWN == 1:
+        y = _rows(OWN_V + b * ovb + h * ovh, ovt, j, dv, V, num_keys, True)
+    if HELD & 1:
+        k0 = _held(k0, E0, PRECISION)
+    if HELD & 2:
+        v = _held(v, V, PRECISION)
+    SUM0: tl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1 and LINK0 == IDENTITY
+    SUM1: tl.constexpr = WANT1 and HAS_COL1 and MODE1 == 1 and LINK1 == IDENTITY
+    DCOL0: tl.constexpr = NORM0 or SAVE_COL0 or SUM0
+    DCOL1: tl.constexpr = NORM1 or SAVE_COL1 or SUM1
+    c0 = tl.zeros((BN,), tl.float32)
+    c1 = tl.zeros((BN,), tl.float32)
+    if HAS_COL0:
+        c0 = tl.load(C0 + b * scb0 + (h // gc0) * sch0 + j, mask=j < num_keys, other=0.0)
+    head0 = _scale(S0, number0, ss0, h, line, j, j < num_keys, MODE0, LOG0) if MODE0 < 2 else 1.0
+    head1 = head0
+    k1 = k0
+    dk1 = tl.zeros((BN, 16), tl.float32)
+    if E1 > 0:
+        k1 = _rows(K1 + b * skb1 + (h // group1) * skh1, skt1, j, e1, E1, num_keys, True)
+        if HELD & 4:
+            k1 = _held(k1, E1, PRECISION)
+        dk1 = tl.zeros((BN, E1), tl.float32)
+        head1 = (
+            _scale(S1, number1, ss1, h, line, j, j < num_keys, MODE1, LOG1) if MODE1 < 2 else 1.0
+        )
+        if HAS_COL1:
+            c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
+    band = BAND
+    if CLIP >= 0:
+        band = BAND + b * stb + h * sth
+    dk0 = tl.zeros((BN, E0), tl.float32)
+    dv_ = tl.zeros((BN, V), tl.float32)
+    dc0 = tl.zeros((BN,), tl.float32)
+    dc1 = tl.zeros((BN,), tl.float32)
+    low = block * BN
+    high = tl.minimum(block * BN + BN, num_keys) - 1
+    start, stop, sure_start, sure_stop = _query_range(
+        low, high, b, first, LENGTHS, place, num_queries, FILTER
+    )
+    start = tl.maximum(start, 0) // BM * BM
+    stop = tl.maximum(stop, start)
+    if SIMPLE and EVEN:
+        sure_start = tl.minimum(tl.maximum((sure_start + BM - 1) // BM * BM, start), stop)
+        sure_stop = tl.maximum(tl.minimum(sure_stop, stop) // BM * BM, sure_start)
+        if high - low < BN - 1:
+            # The last block of keys is not whole: it needs its mask throughout.
+            sure_start = stop
+            sure_stop = stop
+    else:
+        sure_start = stop
+        sure_stop = stop
+    grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA, TOKENS)
+    for span in tl.static_range(4):
+        # In turn: masked, within the table's reach, beyond it, masked.
+        beyond = sure_start
+        if CLIP >= 0 and _strict(FILTER, CLIP):
+            beyond = sure_stop
+        elif CLIP >= 0:
+            beyond = (high + CLIP - place + BM - 1) // BM * BM
+            beyond = tl.minimum(tl.maximum(beyond, sure_start), sure_stop)
+        if span == 0:
+            first_query, last_query = start, sure_start
+        elif span == 1:
+            first_query, last_query = sure_start, beyond
+        elif span == 2:
+            first_query, last_query = beyond, sure_stop
+        else:
+            first_query, last_query = sure_stop, stop
+        if ((SIMPLE and EVEN) or span == 0) and not _empty_span(span, 1, 2, FILTER, CLIP):
+            dk0, dk1, dv_, dc0, dc1 = _keys_span(
+                dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
+                _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
+                grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, DBAND, LENGTHS, IDS, y, line, j, low, b, bh,
+                first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt,
+                stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0,
+                MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
+                _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN), FILTER,
+                _form(FORM, _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN)), SAME,
+                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, BN, TMA, TILED,
+                STORE, PART, OWN,
+            )  # fmt: skip
+    keys = bh.to(tl.int64) * num_keys
+    sums = line + keys + num_queries
+    rows = _row_of(b, h, j.to(tl.int64), keys, num_heads, num_keys, TOKENS)
+    ref0 = _reference(C0 + b * scb0 + (h // gc0) * sch0, SUM0)
+    ref1 = _reference(C1 + b * scb1 + (h // gc1) * sch1, SUM1)
+    if PART != 2:
+        _store_keys(
+            dk0, dc0, k0, c0, ref0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, E0, MODE0, NORM0,
+            SUM0, SAVE_COL0, WANT0, FORM == POLY, ADD,
+        )  # fmt: skip
+        e = tl.arange(0, V)
+        target = DV + rows[:, None] * dv + e[None, :]
+        mask = (j < num_keys)[:, None] & (e[None, :] < dv)
+        _store(target, dv_, mask, ADD)
+    if E1 > 0 and PART != 1:
+        _store_keys(
+            dk1, dc1, k1, c1, ref1, head1, DK1, DC1, DS1, keys, sums, rows, j, num_keys, e1, E1, MODE1, NORM1,
+            SUM1, SAVE_COL1, WANT1, False, ADD,
+        )  # fmt: skip
+
+
+@triton.jit
+def _queries_span(
+    dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, start, stop, q0, q1, grad, scale0,
+    scale1, row0, row1, half, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, band, tiles, dband, begin, lengths, ids,
+    own, own_dp, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
+    svb, svt, stride_ids, stb, width, e0, e1, dv,
+    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, WANT0: tl.constexpr,
+    WANT1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
+    STEADY: tl.constexpr, EVENED: tl.constexpr, CUT: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """The keys from start to stop, for dq and what belongs to a query.
+
+    STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. EVENED: so is `inner`.
+    OWN: they are the weight of the pair at the query's own place, and, where that has a key for itself (2),
+    the gradient of its score; `own` is the score then, and `own_dp` the gradient of the weight.
+    """
+    CHECK: tl.constexpr = MASK or not EVEN
+    # A scale of each query has a gradient that needs the numbers themselves.
+    EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY
+    next0, next1 = lse2, lse2
+    if HAS_COL0 and not SPREAD:
+        next0 = _numbers(col0, start, num_keys, BN)
+    if HAS_COL1:
+        next1 = _numbers(col1, start, num_keys, BN)
+    for first_key in tl.range(start, stop, BN):
+        j = first_key + tl.arange(0, BN)
+        kb0 = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, E0, CHECK, TMA)
+        t0 = tl.dot(q0, tl.trans(kb0), input_precision=PRECISION)
+        if SPREAD:
+            c = _block(k1, b, h1, skb1, skt1, first_key, 16, num_keys, BN, COLUMNS, CHECK, TMA)
+            t0 = tl.dot(q1, tl.trans(c), t0, input_precision=PRECISION)
+        t1 = t0
+        if E1 > 0:
+            kb1 = _block(k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, E1, CHECK, TMA)
+            if SAME:
+                t0 = tl.dot(q1, tl.trans(kb1), t0, input_precision=PRECISION)
+            else:
+                t1 = tl.dot(q1, tl.trans(kb1), input_precision=PRECISION)
+        values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
+        if CLIP < 0:
+            # Started before the weights are formed, so that the two run side by side.
+            dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        if MASK and OWN > 0:
+            same = i[:, None] == j[None, :]
+            if OWN == 2:
+                t0 = tl.where(same, own[:, None], t0)
+            dp = tl.where(same, own_dp[:, None], dp)
+        if HAS_COL0 and not SPREAD:
+            c0 = next0[None, :]
+            t0 += c0
+            next0 = _numbers(col0, first_key + BN, num_keys, BN)
+        if HAS_COL1:
+            c1 = next1[None, :]
+            t1 += c1
+            next1 = _numbers(col1, first_key + BN, num_keys, BN)
+        bias = 0.0
+        if BIAS == BLOCKS:
+            bias = _band_block(
+                band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width, BM, BN,
+                TILED,
+            )  # fmt: skip
+        elif BIAS == PAIRS:
+            bias = _band_at(band, n[:, None], j[None, :], num_queries, width, begin)
+        seen = j[None, :] >= 0
+        if MASK:
+            seen = _visible(
+                i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
+            )
+        p, pull0, pull1 = _weights(
+            t0, t1, _down(scale0, MODE0), _down(scale1, MODE1), row0[:, None], row1[:, None], bias,
+            lse2[:, None], rate[:, None], seen, E1, LINK0, LINK1, PARAM0, PARAM1, HAS_ROW0,
+            HAS_ROW1, BIAS, MASK, FORM, SAME,
+        )  # fmt: skip
+        if CLIP >= 0:
+            dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        if DROPOUT:
+            kept = _kept(seed, bh, n[:, None], j[None, :], num_queries, num_keys, dropout)
+            dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
+        g = dp - delta[:, None]
+        if MASK:
+            g = tl.where(seen, g, 0.0)
+        u0 = g * pull0
+        if MASK and OWN > 0:
+            inner += tl.sum(tl.where(same, p, 0.0), 1)
+            if OWN == 2:
+                later += tl.sum(tl.where(same, u0, 0.0), 1)
+                u0 = tl.where(same, 0.0, u0)
+            else:
+                kb0 = _finite(kb0)
+        dq0 = tl.dot(u0.to(kb0.dtype), kb0, dq0, input_precision=PRECISION)
+        if HAS_ROW0:
+            dr0 += tl.sum(u0, 1)
+        if EVENED:
+            inner += tl.sum(g * p, 1)
+        if STEADY:
+            x = t0 + half[:, None]
+            ds0 += tl.sum(u0 * x, 1)
+            inner += tl.sum(g * p, 1)
+            later += tl.sum(pull0 * x, 1)
+        elif WANT0 and LINK0 != IDENTITY:
+            ds0 += tl.sum(u0 * t0, 1)
+        elif EACH and SPREAD:
+            dcs = tl.dot(u0.to(kb0.dtype), c, dcs, input_precision=PRECISION)
+        elif EACH and HAS_COL0:
+            ds0 += tl.sum(u0 * (c0 - ref0), 1)
+        if E1 > 0:
+            u1 = u0
+            if not SAME:
+                u1 = g * pull1
+            dq1 = tl.dot(u1.to(kb1.dtype), kb1, dq1, input_precision=PRECISION)
+            if HAS_ROW1:
+                dr1 += tl.sum(u1, 1)
+            if WANT1 and LINK1 != IDENTITY:
+                ds1 += tl.sum(u1 * t1, 1)
+            elif WANT1 and HAS_COL1 and MODE1 == 2:
+                ds1 += tl.sum(u1 * (c1 - ref1), 1)
+        if BIAS >= BLOCKS:
+            after = j[None, :] - i[:, None]
+            dlog = g * p
+            if not _strict(FILTER, CLIP):
+                inner += tl.sum(tl.where(after > -CLIP, dlog, 0.0), 1)
+                if not CUT:
+                    later += tl.sum(tl.where(after <= -CLIP, dlog, 0.0), 1)
+            elif CUT:
+                inner += tl.sum(dlog, 1)
+            # Every pair in a band has its own place: a store, no sum. What is not within reach is
+            # read by nobody.
+            if not SIDED:
+                earlier += tl.sum(tl.where(after >= CLIP, dlog, 0.0), 1)
+            dlog = dlog.to(kb0.dtype)
+            if TILED:
+                at = [b.to(tl.int32), h.to(tl.int32), first_query, first_key - begin]
+                dband.store(at, dlog.reshape(1, 1, BM, BN))
+            else:
+                c = j[None, :] - begin
+                owned = (n[:, None] < num_queries) & (c >= 0) & (c < width)
+                tl.store(dband + n[:, None].to(tl.int64) * width + c, dlog, mask=owned)
+    return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs
+
+
+@triton.jit
+def _store_queries(
+    dq, ds, dr, q, row, scale, common, DQ, DS, DR, line, sums, rows, n, num_queries, width,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, LINK: tl.constexpr, NORM: tl.constexpr,
+    HAS_ROW: tl.constexpr, WANT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dq, dscale and drow, from sums without the scale; WHOLE: ds needs nothing more."""
+    inside = n < num_queries
+    wide = q.to(tl.float32)
+    if WANT:
+        if LINK == IDENTITY:
+            ds += tl.sum(wide * dq, 1) + common
+        if NORM and HAS_ROW and not WHOLE:
+            ds += dr * row / scale
+        _store(DS + sums + n, ds, inside, ADD)
+    dq = dq * _down(scale, MODE)
+    if HAS_ROW:
+        if NORM:
+            dq -= (dr * scale)[:, None] * wide
+        else:
+            _store(DR + line + n, dr, inside, ADD)
+    e = tl.arange(0, WIDTH)
+    target = DQ + rows[:, None] * width + e[None, :]
+    _store(target, dq, inside[:, None] & (e[None, :] < width), ADD)
+
+
+@triton.jit(do_not_specialize=["num_heads", "first", "seed"])
+def backward_queries(
+    Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
+    COUNTERS, OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DBAND, ENDS, OWN_K, OWN_V, SHARES, PULLS,
+    sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
+    num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
+    seed, number0, number1, dropout, okb, okh, okt, ovb, ovh, ovt,
+    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
+    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
+    LOG0: tl.constexpr, LOG1: tl.constexpr,
+    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
+    CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
+    SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
+    WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, TOKENS: tl.constexpr,
+    ADD: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, HAS_LSE: tl.constexpr,
+    FIRST: tl.constexpr, HAS_LOW: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """dq, dscale, drow and the gradient of a band, of one block of queries.
+
+    CUT: keys beyond the table's reach are left to another pass, which ADDs its share. FIRST: no pass
+    has formed delta and log_mass to the base 2 before. OWN: each query has the value at its own place
+    for itself (1), and the key as well (2): the weight of that pair goes to SHARES, and with a key the
+    gradient of its score to PULLS.
+    """
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    n = block * BM + tl.arange(0, BM)
+    place = num_keys - num_queries
+    i = n + place
+    inside = n < num_queries
+    line = bh.to(tl.int64) * num_queries
+    none = tl.zeros((BM,), tl.float32)
+    q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
+    grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, False, TOKENS)
+    grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
+    rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
+    # All that is read once is asked for before anything waits for it, and used as it lies then.
+    if FIRST:
+        e = tl.arange(0, V)
+        mask = inside[:, None] & (e[None, :] < dv)
+        out = _exactly(OUT, LOW, rows[:, None] * dv + e[None, :], mask, HAS_LOW)
+    if OWN > 0:
+        y = _rows(OWN_V + b * ovb + h * ovh, ovt, n, dv, V, num_queries, True)
+    if OWN == 2:
+        x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
+    if FIRST:
+        _no_tickets(COUNTERS, bh)
+        delta, lse2 = _delta(grad.to(tl.float32), out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
+    own, own_dp = none, none
+    if OWN > 0:
+        own_dp = tl.sum(grad.to(tl.float32) * y.to(tl.float32), 1)
+    if OWN == 2:
+        own = tl.sum(q0.to(tl.float32) * x.to(tl.float32), 1)
+    if HELD & 1:
+        q0 = _held(q0, E0, PRECISION)
+    if HELD & 2:
+        grad = _held(grad, V, PRECISION)
+    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
+    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
+    if FIRST:
+        tl.store(DELTA + line + n, delta, mask=inside)
+        tl.store(LSE2 + line + n, lse2, mask=inside)
+    else:
+        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)
+        lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
+    rate = none
+    if FORM == POLY:
+        rate = scale0 * tl.exp2(-lse2 / PARAM0)
+    elif FORM == FLAT:
+        rate = tl.exp2(-lse2)
+    q1, scale1, row1 = q0, scale0, none
+    dq1 = tl.zeros((BM, 16), tl.float32)
+    if E1 > 0:
+        q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
+        if HELD & 4:
+            q1 = _held(q1, E1, PRECISION)
+        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1, LOG1)
+        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
+        dq1 = tl.zeros((BM, E1), tl.float32)
+    if SPREAD:
+        q1 = _ones(BM, q0.dtype, MODE0)
+    h0, h1, hv = h // group0, h // group1, h // group_v
+    k0 = _head(K0, b, h0, skb0, skh0, TMA)
+    k1 = _head(K1, b, h1, skb1, skh1, TMA and (E1 > 0 or SPREAD))
+    v = _head(V_, b, hv, svb, svh, TMA)
+    col0 = C0 + b * scb0 + (h // gc0) * sch0
+    col1 = C1 + b * scb1 + (h // gc1) * sch1
+    band, dband, begin = BAND, DBAND, 0
+    far = none
+    if CLIP >= 0:
+        band = BAND + b * stb + h * sth
+        if not TILED:
+            dband = DBAND + line * width
+        begin = tl.multiple_of(_band_start(block * BM, place, num_keys, width, CLIP), 16)
+        far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
+    # The scale of a link has a gradient in which large sums cancel. Weights were rounded for O, so
+    # <dO, O> is not quite sum_j P dP; what it is off by is taken out.
+    STEADY: tl.constexpr = WANT0 and LINK0 != IDENTITY and FORM != POLY and E1 == 0 and CLIP < 0
+    # So has a key that queries with scales of their own see from afar. In float32 it is to be exact: the pass
+    # over keys gets sum_j P dP itself.
+    EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY and CLIP < 0
+    EVENED: tl.constexpr = EACH and OWN == 0 and FIRST and PRECISION == "ieee"
+    half = none
+    if STEADY and NORM0:
+        half = -0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
+    ref0 = _reference(col0, WANT0 and HAS_COL0 and LINK0 == IDENTITY and MODE0 > 0)
+    ref1 = _reference(col1, WANT1 and HAS_COL1 and LINK1 == IDENTITY and MODE1 > 0)
+    dcs = tl.zeros((BM, COLUMNS), tl.float32)
+    dq0 = tl.zeros((BM, E0), tl.float32)
+    ds0, ds1, dr0, dr1, inner, later, earlier = none, none, none, none, none, none, none
+    low = block * BM + place
+    high = tl.minimum(block * BM + BM, num_queries) - 1 + place
+    start, stop, sure_start, sure_stop = _key_range(low, high, b, first, LENGTHS, num_keys, FILTER)
+    start, stop, sure_start, sure_stop = _cut(
+        start, stop, sure_start, sure_stop, 0, 1, num_keys, BN, False, SIMPLE
+    )
+    near = sure_stop
+    if CLIP >= 0:
+        near = tl.maximum(tl.minimum((low - CLIP + 1) // BN * BN, sure_stop), sure_start)
+    for span in tl.static_range(4):
+        if span == 0:
+            first_key, last_key = start, sure_start
+        elif span == 1:
+            first_key, last_key = sure_start, near
+        elif span == 2:
+            first_key, last_key = near, sure_stop
+        else:
+            first_key, last_key = sure_stop, stop
+        if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, CLIP):
+            dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs = _queries_span(
+                dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, first_key, last_key, q0, q1,
+                grad, scale0, scale1, row0, row1, half, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
+                k0, k1, v, col0, col1, band, TILES, dband, begin, LENGTHS, IDS, own, own_dp, i, n, b, bh, h, h0, h1,
+                hv, block * BM, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
+                svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1,
+                MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, SIDED,
+                _of_keys(span, FILTER, CLIP, SIDED), FILTER,
+                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
+                WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, EVENED, CUT, OWN,
+            )  # fmt: skip
+    if OWN > 0:
+        tl.store(SHARES + line + n, inner, mask=inside)
+    if OWN == 2:
+        tl.store(PULLS + line + n, later, mask=inside)
+        x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
+        dq0 += later[:, None] * x.to(tl.float32)
+    # What all weights of a row move by together.
+    moved = none
+    if HAS_LSE:
+        moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
+    if EVENED:
+        tl.store(DELTA + line + n, delta + (inner - moved), mask=inside)
+    if WANT0 and MODE0 == 2 and LINK0 == IDENTITY and SPREAD:
+        ds0 += _of_columns(dcs, ref0)
+    sums = line + bh.to(tl.int64) * num_keys
+    if FORM == POLY:
+        # The scale moves all weights of a row alike: it acts on log_mass alone.
+        grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
+        if WANT0:
+            tl.store(DS0 + sums + n, PARAM0 * grad_lse / scale0, mask=inside)
+        _store_queries(
+            dq0, none, none, q0, none, PARAM0 * rate, none, DQ0, DS0, DR0, line, sums, rows, n, num_queries,
+            e0, E0, 2, LINK0, False, False, False, False, ADD,
+        )  # fmt: skip
+    else:
+        if STEADY:
+            ds0 -= (inner - tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)) * later
+        _store_queries(
+            dq0, ds0, dr0, q0, row0, scale0, ref0 * moved, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, E0,
+            MODE0, LINK0, NORM0, HAS_ROW0, WANT0, STEADY, ADD,
+        )  # fmt: skip
+    if E1 > 0:
+        _store_queries(
+            dq1, ds1, dr1, q1, row1, scale1, ref1 * moved, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, E1,
+            MODE1, LINK1, NORM1, HAS_ROW1, WANT1, False, ADD,
+        )  # fmt: skip
+    if CLIP >= 0:
+        # All weights of a row move together by dlog_mass: what is beyond the reach is the rest.
+        grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
+        rest = tl.where(lse2 == float("inf"), 0.0, grad_lse) - inner
+        beyond = tl.where(i >= CLIP, rest, 0.0) if CUT else tl.where(near > sure_start, rest, later)
+        tl.store(ENDS + line + n, beyond, mask=inside)
+        if not SIDED:
+            other = tl.num_programs(1).to(tl.int64) * num_queries
+            tl.store(ENDS + other + line + n, earlier, mask=inside)

@@ -1,0 +1,494 @@
+"""From tensors to launches of the fused kernels, with as little as possible to do for each call.
+
+A call forms the numbers per key and per query, looks up its `Plan`, and starts the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...term.term import repeat
+from ..runtime.launch import INTERPRETED, NO_OWN, Launch, helper, launch_of
+from . import decode_shared as sharing
+from . import tables as bands
+from .block_sizes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES, are_few
+from .hopper import launch as hopper
+from .plan import (
+    NO_LOG,
+    Inputs,
+    Numbers,
+    Plan,
+    Rows,
+    Slot,
+    Static,
+    aligned_copy,
+    copies,
+    counters,
+    cut_at_reach,
+    describe,
+    empty,
+    key_parts,
+    plan,
+    processors,
+    room,
+    stores,
+    strides_of,
+)
+
+LOG2E = math.log2(math.e)
+# Two slots and the values that are wider than this are more than the registers hold: then there is a
+# pass over the keys for each slot.
+ROOM = 512
+# Programs for each processor where keys are cut into parts, and how many parts are merged at most.
+AT_WORK, MOST_PARTS = 4, 64
+
+
+class Own(NamedTuple):
+    """The value, and perhaps the key, that a query has for itself in place of those at its place."""
+
+    k: Tensor | None
+    v: Tensor
+    # In the forward: of blocks of places, the first that is not finite. In the backward: room for the
+    # weight of each such pair, and for the gradient of its score.
+    also: tuple[Tensor, ...]
+
+
+Places = tuple[int, ...]
+
+
+def _own(own: Own | None, blank: Tensor, count: int) -> tuple[tuple[Tensor, ...], Places, Places]:
+    """As the kernels take it: tensors, their strides, and how `launch_of` is told of it.
+
+    Where there is none, so many blanks, which nobody reads.
+    """
+    if own is None:
+        return (blank,) * count, (0,) * 6, NO_OWN
+    k, v = own.v if own.k is None else own.k, own.v
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    kind = (1 if own.k is None else 2, k.data_ptr() % 16, v.data_ptr() % 16, *strides)
+    return (k, v, *own.also), strides, kind
+
+
+def prepare(
+    x: Inputs, static: Static, band: Tensor, inside: tuple[int, int] = NOWHERE, few: bool = False
+) -> Numbers:
+    """Numbers per key and per query, but for what a kernel forms of keys itself: `inside`.
+
+    For few queries columns do not pay.
+    """
+    cols, rows = [], []
+    # float16 ends too early for columns, and float32 has no fast product.
+    spread = len(x.q) == 1 and not few and (INTERPRETED or x.v.dtype == torch.bfloat16)
+    columns: Tensor | None = None
+    for n, slot in enumerate(static.slots):
+        col, row, k = x.col[n], x.row[n], x.k[n]
+        if slot.norm and inside[n] != NORMS:
+            # A distance's own numbers; those that came join them.
+            came, shape = col.numel() > 0, (k.shape[0], k.shape[1], k.shape[2])
+            norms, columns = _norms(k, col, None, shape, slot.mode if spread and not came else None)
+            col = add(norms, col) if came else norms
+        # What all keys have of a query counts inside of a link, and beside another term.
+        if slot.norm and (slot.link or static.summed):
+            row, _ = _norms(x.q[n], x.scale[n], slot, static.shape)
+        cols.append(col)
+        rows.append(row)
+    if columns is None:
+        mode = static.slots[0].mode
+        wanted = spread and cols[0].numel() > 0
+        columns = _columns(cols[0], x.v.dtype, mode) if wanted else cols[0]
+    none = band.new_empty(0, dtype=torch.float32)
+    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, none, band)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """Two numbers per key with their own head counts."""
+    heads = max(a.shape[1], b.shape[1])
+    return repeat(a, a.shape[0], heads) + repeat(b, b.shape[0], heads)
+
+
+def _norms(
+    x: Tensor,
+    scale: Tensor,
+    slot: Slot | None,
+    shape: tuple[int, int, int],
+    spread_for: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """-scale |x|^2 / 2, of shape; without a slot the scale is 1.
+
+    To be spread for scales of a mode, the same comes as columns, too.
+    """
+    split = spread_for is not None
+    out = x.new_empty(shape, dtype=torch.float32)
+    columns = x.new_empty(*shape, 16) if split else None
+    width = x.shape[-1]
+    mode, number, log = (0, 1.0, NO_LOG) if slot is None else (slot.mode, slot.number, slot.log)
+    helper(
+        "half_norms", (-(-shape[2] // 32), shape[0] * shape[1], 1),
+        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 32, "SPLIT": split,
+         "FOR": spread_for or 0},
+        (x, scale, out, out if columns is None else columns),
+        (number, 0 if scale.numel() == 1 else 1, shape[1], shape[2], width, *strides_of(x, shape[0])),
+    )  # fmt: skip
+    return out, columns
+
+
+def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
+    """Numbers per key as columns whose sum they are, [B, H, K, 16]."""
+    col = col.contiguous()
+    out = col.new_empty(*col.shape, 16, dtype=dtype)
+    count = col.numel()
+    helper(
+        "split_columns", (-(-count // 256), 1, 1), {"BM": 256, "FOR": mode}, (col, out), (count,)
+    )
+    return out
+
+
+def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
+    """What all kernels take first; blocks that a loop reads are described for the copy engine."""
+    k1 = ready.columns if p.spread else x.k[-1]
+    tensors: list[Any] = [
+        x.q[0], x.k[0], x.q[-1], k1, x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
+        ready.col0, ready.col1, ready.band, ready.band,
+        x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids,
+    ]  # fmt: skip
+    c = launch.constants
+    if c["TILED"]:
+        tensors[12] = describe(ready.band, c["BM"], c["BN"])
+    if c["TMA"]:
+        rows = c["BM"] if kind == "keys" else c["BN"]
+        first, second = (0, 2) if kind == "keys" else (1, 3)
+        tensors[first] = describe(tensors[first], rows, c["E0"])
+        if c["E1"] or c.get("SPREAD"):
+            tensors[second] = describe(tensors[second], rows, c["E1"] or 16)
+        if kind != "keys":
+            tensors[4] = describe(tensors[4], rows, c["V"])
+    return tensors
+
+
+def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
+    """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
+    x = x.readable()
+    v = x.v
+    batch, heads, num_queries = static.shape
+    if are_few(num_queries, v.shape[2]) and not static.trains:
+        return _few(x, static)
+    ready = prepare(x, static, bands.form(x.bias, static, v))
+    keeps = keeps_low(static, v)
+    p, *others = _plans_of(x, static, ready)
+    if not others and hopper.says_tops(p):
+        ready = ready._replace(tops=hopper.empty_tops(p, v))
+    out, low, lse = forward_of(x, p, ready, keeps=keeps)
+    for other in others:
+        far = forward_of(x, other, ready, keeps=keeps)
+        band = ready.band
+        helper(
+            "merge_far", (-(-num_queries // 64), batch * heads, 1),
+            {"V": p.constants["V"], "BM": 64, "HAS_LOW": keeps, "TOKENS": static.tokens},
+            (out, low, lse, *far, band),
+            (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
+        )  # fmt: skip
+    return out, lse, low, ready
+
+
+def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
+    """`forward` for few queries: by parts of the keys, which are read once."""
+    x = sharing.places_last(x, static)
+    shape, group = static.shape, _group(x, static)
+    inside = _inside(x, static)
+    band = bands.form(x.bias, static, x.v)
+    ready = prepare(x, static, band, inside, few=True)
+    if group > 1:
+        # The heads that share keys are queries at one place.
+        x = replace(x, q=[_grouped(y, group) for y in x.q])
+        ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
+        static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
+    (p,) = _plans_of(x, static, ready)
+    shared = sharing.takes(p, x)
+    out, low, lse = forward_of(x, p, ready, _parts(p, shared), inside, shared=shared)
+    return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
+
+
+def _inside(x: Inputs, static: Static) -> tuple[int, int]:
+    """What the kernel forms of keys on its way, for each slot: where one block of features is all."""
+    found = [
+        NORMS if slot.norm and not col.numel() else LENGTHS if slot.unit else NOTHING
+        for slot, col in zip(static.slots, x.col, strict=True)
+    ]
+    if len(found) == 2:
+        return (found[0], found[1]) if static.summed else NOWHERE
+    return found[0], NOTHING
+
+
+def _group(x: Inputs, static: Static) -> int:
+    """How many heads have all of their keys in common, if one query can have them as queries.
+
+    Numbers per key may be those of fewer or of more heads.
+    """
+    _, heads, num_queries = static.shape
+    counts = [y.shape[1] for y in (*x.k, x.v)]
+    most = max(counts)
+    counts += [y.shape[1] for y in x.col if y.numel() and y.shape[1] < most]
+    fits = num_queries == 1 and heads // most <= SPLIT_QUERIES
+    return heads // most if fits and all(most % count == 0 for count in counts) else 1
+
+
+def _grouped(x: Tensor, group: int) -> Tensor:
+    """[B, H, 1, E] as [B, H / group, group, E]."""
+    return x[:, :, 0].unflatten(1, (-1, group))
+
+
+def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
+    """The launches that make up a call: one, or with a table that within its reach and that beyond."""
+    return [plan(x, part, ready) for part in cut_at_reach(static, x.v.shape[2])]
+
+
+def forward_of(
+    x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: tuple[int, int] = NOWHERE,
+    keeps: bool = False, own: Own | None = None, shared: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, what rounding took from it, log_mass) of one plan.
+
+    `parts`: into how many the keys of few queries are cut; `shared`: see `sharing.takes`.
+    """
+    static, v = p.static, x.v
+    batch, heads, num_queries = static.shape
+    out = empty(v, *static.shape, v.shape[-1], static.tokens)
+    lse = v.new_empty(static.shape, dtype=torch.float32)
+    low = empty_low(out, keeps)
+    if not parts and own is None and hopper.forwards(p):
+        hopper.forward(x, p, ready, out, low, lse)
+        return out, low, lse
+    targets = (out, low, lse)
+    if parts > 1:
+        targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
+    if shared:
+        sharing.forward(x, p, ready, targets[0], targets[2], parts)
+    else:
+        given, strides, kind = _own(own, lse, 3)
+        blocks = 0 if own is None else own.also[0].shape[1]
+        launch = launch_of(
+            p, "forward", parts=parts, inside=inside, low=low.numel() > 0, own=kind,
+            most=blocks and room(blocks),
+        )  # fmt: skip
+        tensors = (*_tensors(x, ready, p, launch, "forward"), *targets, *given)
+        launch(tensors, (*p.numbers(x.seed), *strides, blocks))
+    if parts > 1:
+        rows = batch * heads * num_queries
+        helper(
+            "merge", (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
+            (targets[0], targets[2], out, lse), (rows, parts, v.shape[-1]),
+        )  # fmt: skip
+    return out, low, lse
+
+
+def keeps_low(static: Static, v: Tensor) -> bool:
+    """Whether to keep what rounding takes from the output."""
+    half = v.dtype.itemsize == 2
+    return half and (static.precise or (static.trains and static.clip >= 0))
+
+
+def empty_low(out: Tensor, keeps: bool) -> Tensor:
+    """Room for what rounding takes from an output: eight bits of each number."""
+    return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
+
+
+def _parts(p: Plan, shared: bool) -> int:
+    """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
+    batch, heads, _ = p.static.shape
+    programs, each = batch * heads, AT_WORK
+    if shared:
+        programs, each = sharing.programs(p), sharing.AT_ONCE
+    return max(1, min(p.num_keys // PART, each * processors(p.device) // programs, MOST_PARTS))
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
+    static: Static, band: Tensor, ready: Numbers | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of q, k, v, scale, row, col and what the band is of, in this order."""
+    x = given.readable()
+    v = x.v
+    ready = prepare(x, static, band) if ready is None else ready._replace(band=band)
+    plans = _plans_of(x, static, ready)
+    p = plans[0]
+    (batch, heads, num_queries), num_keys = static.shape, p.num_keys
+    tokens = static.tokens
+    grad_out = aligned_copy(grad_out, tokens)
+    given_lse = grad_lse is not None
+    if grad_lse is not None:
+        grad_lse = aligned_copy(grad_lse)
+    elif static.clip >= 0 or any(slot.link for slot in static.slots):
+        grad_lse = torch.zeros_like(lse)
+    else:
+        # Nobody reads it.
+        grad_lse = lse
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    width = v.shape[-1]
+    slots = static.slots
+    none = lse.new_empty(0)
+    dq = [empty(y, batch, heads, num_queries, y.shape[-1], tokens) for y in x.q]
+    dk = [empty(y, batch, heads, num_keys, y.shape[-1], tokens) for y in x.k]
+    dv = empty(v, batch, heads, num_keys, width, tokens)
+    ds = [
+        lse.new_empty(batch, heads, num_queries + num_keys) if slot.wants else none
+        for slot in slots
+    ]
+    drow = [torch.empty_like(y) for y in x.row]
+    dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
+    dband = bands.empty_gradient(band, static, v) if static.clip >= 0 else (delta, delta)
+    rows = Rows(grad_out, lse2, delta, grad_lse, counters(lse))
+    of_keys = (dk, dv, dcol, ds)
+    within = (dq, ds, drow, *dband)
+    made = (out, low, lse)
+    of_bias: list[Tensor] = []
+    banded = given.bias.rows is not None and stores(p)
+    whole = len(plans) == 1
+    stored, summed = whole and hopper.stores(p, grad_out), whole and hopper.sums(p, grad_out)
+    if banded or stored:
+        blocks = -(-num_queries // 64)
+        done = lse.new_empty(batch * heads, blocks, dtype=torch.int32)
+        helper(
+            "deltas", (blocks, batch * heads, 1),
+            {"WIDTH": room(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
+             "TOKENS": tokens},
+            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters, done),
+            (heads, num_queries, width),
+        )  # fmt: skip
+    scales: list[Tensor] = []
+    if summed:
+        scales = [hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)]
+    elif stored:
+        scales = hopper.all_passes(x, p, ready, rows, of_keys, within, done, given_lse)
+    elif banded:
+        _backward_keys(x, p, ready, rows, of_keys, dband[0])
+        of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
+    else:
+        backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
+    for p in plans[1:]:
+        # The table's end is a shift of log_mass.
+        backward_of(x, p, ready, rows._replace(lse2=lse2 - band[..., 0]), of_keys, within)
+    dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
+    dk = [
+        _reduced(y, to) if slot.keys or not n else _zeros(to)
+        for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
+    ]
+    alone = stored and hopper.scale_by_keys(p, given_lse)
+    scales = scales or [
+        _to_scales(y, to, slot, num_queries, alone)
+        for y, to, slot in zip(ds, given.scale, slots, strict=True)
+    ]
+    dscale = [
+        _of_all(y, to) if y.numel() else _zeros(to)
+        for y, to in zip(scales, given.scale, strict=True)
+    ]
+    dcol = [
+        _reduced(y, to) if y.numel() else _zeros(to) for y, to in zip(dcol, given.col, strict=True)
+    ]
+    if static.clip >= 0 and not of_bias:
+        of_bias = bands.gradients(dband, given.bias, static, v)
+    return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *of_bias]
+
+
+def backward_of(
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], of_queries: tuple[Any, ...],
+    made: tuple[Tensor, Tensor, Tensor] | None = None, *, lse: bool = False, cut: bool = False,
+    own: Own | None = None,
+) -> None:  # fmt: skip
+    """Both passes of one plan.
+
+    With `made`, what the forward gave, `rows` are formed; without, this adds its share to the gradients
+    of a plan before.
+    """
+    grad_out, lse2, *_ = rows
+    first, low = made is not None, made is not None and made[1].numel() > 0
+    dq, ds, drow, dband, ends = of_queries
+    given, strides, kind = _own(own, lse2, 4)
+    launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low, own=kind)
+    c = launch.constants
+    if c["TILED"]:
+        dband = describe(dband, c["BM"], c["BN"])
+    launch(
+        (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
+         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends, *given),
+        (*p.numbers(x.seed), *strides),
+    )  # fmt: skip
+    _backward_keys(x, p, ready, rows, of_keys, add=not first, own=own)
+
+
+def _backward_keys(
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
+    dband: Tensor | None = None, *, add: bool = False, own: Own | None = None,
+) -> None:  # fmt: skip
+    """The pass over keys; with room for them, it stores the gradients of all pairs."""
+    grad_out, lse2, delta, *_ = rows
+    slots = p.static.slots
+    dk, dv, dcol, ds = of_keys
+    (_, own_v, *_), strides, kind = _own(own, lse2, 2)
+    if not add and hopper.takes(p, grad_out, dband is not None):
+        return hopper.keys(x, p, ready, rows, of_keys, dband, own_v, kind[0])
+    wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
+    for part in key_parts(slots, wide):
+        launch = launch_of(
+            p, "keys", grad_copies=copies(grad_out), part=part, add=add, store=dband is not None,
+            own=kind,
+        )  # fmt: skip
+        c = launch.constants
+        launch(
+            (*_tensors(x, ready, p, launch, "keys"),
+             describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
+             lse2, delta, delta if dband is None else describe(dband, c["BM"], c["BN"]),
+             dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1], own_v),
+            (*p.numbers(x.seed), *strides[3:]),
+        )  # fmt: skip
+
+
+def _to_scales(sums: Tensor, given: Tensor, slot: Slot, num_queries: int, alone: bool) -> Tensor:
+    """The gradients of scales from what each query and each key adds to them; `alone`: each key."""
+    if not sums.numel() or given.dim() == 3:
+        return sums[..., :num_queries]
+    batch, heads, line = sums.shape
+    first = num_queries if alone else 0
+    out = sums.new_empty(heads)
+    helper(
+        "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 8192}, (sums, given, out),
+        (batch, heads, line, first, line - first, 0 if given.numel() == 1 else 1), {"num_warps": 16},
+    )  # fmt: skip
+    return out
+
+
+def _of_all(scales: Tensor, given: Tensor) -> Tensor:
+    """The gradient of one scale is the sum of those of all heads'."""
+    return scales if given.numel() > 1 else scales.sum(0, keepdim=True)
+
+
+def _zeros(given: Tensor) -> Tensor:
+    """No gradient; where there is nothing to fill, nothing is started to fill it."""
+    return torch.zeros_like(given) if given.numel() else given.new_empty(given.shape)
+
+
+def _reduced(grad: Tensor, given: Tensor) -> Tensor:
+    """Summed over the heads and sequences that read the same tensor."""
+    if given.shape[:2] == grad.shape[:2]:
+        return grad.to(given.dtype)
+    if given.shape[1] != grad.shape[1]:
+        grad = grad.unflatten(1, (given.shape[1], -1)).sum(2, dtype=torch.float32)
+    if given.shape[0] != grad.shape[0]:
+        grad = grad.sum(0, keepdim=True, dtype=torch.float32)
+    return grad.to(given.dtype).contiguous()
+
+
+def turn(x: Tensor, waves: Tensor, sign: float) -> Tensor:
+    """Pairs of features turned by angles of their places, [B, H, T, P]; back with a sign of -1."""
+    batch, heads, length, width = x.shape
+    out = x.new_empty(x.shape)
+    helper(
+        "turn", (-(-length // 32), batch * heads, 1),
+        {"PAIRS": width // 2, "ROOM": room(width // 2), "BM": 32},
+        (x, waves, out), (heads, length, *strides_of(x, batch), sign),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,135 @@
+"""Bandwidths that queries steer: formed before the fused kernels start, their gradient passed on after.
+
+    1 / s_i^2        log s_i = log s + reach tanh(<x_i, w> / reach)
+
+Where queries steer by their own features, as AdaptiveRBF has it, that is part of the one call of the
+fused kernels. Where other features do, it is a step of its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...term.term import Steered
+from .. import Task
+from ..runtime.launch import helper
+from ..runtime.replay import play
+from .plan import Inputs, Log, Static, Steer, expanded, readable_rows, room, strides_of
+
+# Places of a sum that one program takes: few, so that there are programs enough for all processors.
+PART = 128
+
+
+def scaled(steer: Steer, inputs: Inputs, w: Tensor) -> Tensor:
+    """The scales that queries steer, in place of the logarithm of their base."""
+    slot, bend, reach = steer
+    log = inputs.scale[slot].contiguous()
+    found = _scales(inputs.q[slot], w.contiguous(), log, bend, reach)
+    inputs.scale[slot] = found
+    return found
+
+
+def pass_on(static: Static, grads: list[Tensor], q: list[Tensor], w: Tensor, log: Tensor) -> None:
+    """The gradient of scales that queries steer, passed on to these, the weights and the base."""
+    assert static.steer is not None
+    slot, bend, reach = static.steer
+    at = 2 * len(q) + 1 + slot
+    if not static.slots[slot].wants:
+        dw, dlog = torch.zeros_like(w), torch.zeros_like(log)
+    else:
+        _, dw, dlog = _gradients(
+            grads[at], q[slot], w.contiguous(), log.contiguous(), bend, reach, grads[slot]
+        )
+    grads[at] = dlog
+    grads.insert(5 * len(q) + 1, dw)
+
+
+def by_queries(f: Steered, task: Task) -> bool:
+    """Whether the features that steer are those of the queries, as the kernels read them."""
+    whole = f.q.shape[:2] == (task.batch, task.heads)
+    return f.x is f.q and whole and f.q.dtype == task.v.dtype and f.q.stride(-1) == 1
+
+
+def steered(
+    dtype: torch.dtype, shape: tuple[int, int, int], bend: Log, reach: float, x: Tensor, w: Tensor,
+    log: Tensor,
+) -> Tensor:  # fmt: skip
+    """The scale of every query."""
+    x = x.to(dtype)
+    x = expanded(x, x.shape[0], shape[1], *x.shape[2:])
+    return expanded(_Steer.apply(x, w.float(), log.float(), bend, reach), *shape)
+
+
+class _Steer(torch.autograd.Function):
+    """The scales that queries steer, in one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
+        x, w, log = readable_rows(x), w.contiguous(), log.contiguous()
+        ctx.save_for_backward(x, w, log)
+        ctx.rest = bend, reach
+        (found,) = play("steer", ctx.rest, (x, w, log), partial(_steer, bend, reach))
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        given = (grad, *ctx.saved_tensors)
+        found = play("steer back", ctx.rest, given, partial(_steer_back, *ctx.rest))
+        return (*found, None, None)
+
+
+def _steer(bend: Log, reach: float, x: Tensor, w: Tensor, log: Tensor) -> list[Tensor]:
+    return [_scales(x, w, log, bend, reach)]
+
+
+def _steer_back(
+    bend: Log, reach: float, grad: Tensor, x: Tensor, w: Tensor, log: Tensor
+) -> list[Tensor]:
+    return [*_gradients(grad, x, w, log, bend, reach)]
+
+
+def _scales(x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
+    """1 / s_i^2, [B, H, T], for log s_i = log s + reach tanh(<x_i, w> / reach)."""
+    batch, heads, length, width = x.shape
+    out = w.new_empty(batch, heads, length)
+    helper(
+        "steer", (-(-length // 64), batch * heads, 1), {"WIDTH": room(width), "BM": 64, "BEND": bend},
+        (x, w, log, out), (*_steering(x, w, log), reach),
+    )  # fmt: skip
+    return out
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float,
+    to: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, w and log; that of x is added to one that is there."""
+    batch, heads, length, width = x.shape
+    parts = -(-length // PART)
+    dx = x.new_empty(x.shape) if to is None else to
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    sums = w.new_empty(batch, heads, parts, width + 1)
+    helper(
+        "steer_backward", (parts, batch * heads, 1),
+        {"WIDTH": room(width), "BM": 64, "PART": PART, "BEND": bend, "ADD": to is not None},
+        (x, w, log, grad, dx, sums),
+        (*_steering(x, w, log), *strides_of(dx, batch), *grad.stride()[:2], reach),
+    )  # fmt: skip
+    # Of each head, for all of w and for log.
+    total = sums.sum((0, 2))
+    dw, dlog = total[:, :width], total[:, width]
+    dw = dw if w.shape[0] == heads else dw.sum(0, keepdim=True)
+    return dx, dw, dlog if log.shape[0] == heads else dlog.sum(0, keepdim=True)
+
+
+def _steering(x: Tensor, w: Tensor, log: Tensor) -> tuple[int, ...]:
+    heads, length, width = x.shape[1:]
+    return (
+        heads, length, width, *strides_of(x, x.shape[0]), 0 if w.shape[0] == 1 else w.stride(0),
+        0 if log.shape[0] == 1 else 1,
+    )  # fmt: skip

@@ -1,0 +1,203 @@
+"""What the command `mercer` offers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .. import __version__, bench, systems
+from ..bench import DTYPES
+from ..dispatch.choose import NAMES
+from . import train as train_commands
+from .study import run_study
+
+app = typer.Typer(
+    help="Attention as a kernel smoother: see its systems, train them, compare them, time them.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mercer {__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("systems")
+def show_systems(
+    plain: Annotated[bool, typer.Option("--plain", help="One line a system, for a pipe.")] = False,
+) -> None:
+    """Print the table of systems: feature space, kernel, value function, set filter.
+
+    *Symmetric* and *valid* speak of the kernel of the inputs: asymmetric projections make both no.
+    *Lowers to* says what a backend has to compute: most kernels are one plain dot product.
+    """
+    rows = systems.table()
+    if plain:
+        typer.echo(str(rows))
+        return
+    console = Console()
+    if console.width < 120:
+        # Too narrow for eight columns: one block a system.
+        for row in rows:
+            console.print(f"[bold]{escape(row.pop('system'))}[/]")
+            for column, cell in row.items():
+                console.print(f"  {column:<14}{escape(cell)}", highlight=False)
+        return
+    table = Table(caption="lowers to: for 8 heads of 64 features", caption_justify="left")
+    for column in rows.columns:
+        table.add_column(column, no_wrap=column in ("system", "symmetric", "valid"))
+    for row in rows.rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+@app.command("explain")
+def explain_system(
+    system: Annotated[str, typer.Argument(help="A name from `mercer systems`, or `all`.")],
+    shape: Annotated[
+        str, typer.Option(help="Batch, heads, length and head dimension.", metavar="B,H,T,D")
+    ] = "1,8,1024,64",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
+    backend: Annotated[str, typer.Option(help=", ".join(NAMES))] = "auto",
+) -> None:
+    """Say which backend runs a system, what its kernel became, and why each other one refused.
+
+    For example: `mercer explain dai2019 --shape 4,16,8192,64 --dtype bfloat16`
+    """
+    names = list(systems.SYSTEMS) if system == "all" else [system]
+    batch, heads, length, head_dim = _shape(shape)
+    if dtype not in DTYPES:
+        _fail(f"--dtype must be one of {', '.join(DTYPES)}, but came as {dtype!r}")
+    place = _device(device)
+    console = Console(highlight=False, soft_wrap=True)
+    for name in names:
+        try:
+            attention = systems.build(name, heads * head_dim, heads, backend=backend)
+            explanation = systems.example(attention, batch, length, DTYPES[dtype], place)
+        except ValueError as error:
+            _fail(str(error))
+        console.print(f"[bold]{name}[/]  {escape(systems.find(name).title)}")
+        console.print(escape(str(explanation)) + "\n")
+
+
+@app.command("bench")
+def run_bench(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, …; cuda where there is one.")
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="Batch, heads, length and head dimension; H/K for K heads of keys.",
+            metavar="BxHxTxD,…",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPES)}; bfloat16 on CUDA, float32 on CPU.")
+    ] = None,
+    kernels: Annotated[
+        str | None, typer.Option(help=f"all, or some of: {', '.join(bench.KERNELS)}.")
+    ] = None,
+    filter: Annotated[
+        str, typer.Option(help="full, causal, window:1024, memory:512, strided:128, fixed:128:8.")
+    ] = "causal",
+    backends: Annotated[
+        str | None, typer.Option(help=f"Some of: {', '.join(NAMES)}; auto unless given.")
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(help=f"all, none (SDPA alone), or some of: {', '.join(bench.PEERS)}.")
+    ] = "all",
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="No backward.")] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="One query against T keys, forward only.")
+    ] = False,
+    graph: Annotated[
+        bool,
+        typer.Option(
+            "--graph", help="Time replays of CUDA graphs: without what a call costs the host."
+        ),
+    ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Find the fastest backend of each kind of kernel, as entries of rules.json.",
+        ),
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Put them into rules.json, which auto follows.")
+    ] = False,
+    repeats: Annotated[
+        int | None, typer.Option(help="Timed runs of a row; about a second of them unless given.")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write JSON and Markdown to results/bench/.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Write there instead, without an ending.", metavar="PATH")
+    ] = None,
+) -> None:
+    """Time the kernels beside softmax attention and other libraries. What is wrong gets no time.
+
+    For example: `mercer bench --kernels rbf,laplace --shapes 4x16x8192x64 --save`
+    """
+    place = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        settings = bench.read(
+            device=place, dtype=dtype, shapes=shapes, filter=filter, kernels=kernels,
+            backends=backends, peers=peers, forward_only=forward_only, decode=decode, graph=graph,
+            tune=tune, write=write, repeats=repeats, save=save, output=output,
+        )  # fmt: skip
+        code = bench.run(settings, Console(highlight=False))
+    except ValueError as error:
+        _fail(str(error))
+    raise typer.Exit(code)
+
+
+app.add_typer(train_commands.app, name="train")
+app.command("study")(run_study)
+
+
+def _shape(text: str) -> tuple[int, int, int, int]:
+    try:
+        batch, heads, length, head_dim = (int(number) for number in text.split(","))
+    except ValueError:
+        _fail(f"--shape must be B,H,T,D such as 1,8,1024,64, but came as {text!r}")
+    if min(batch, heads, length, head_dim) < 1:
+        _fail(f"--shape must have numbers of at least 1, but came as {text!r}")
+    return batch, heads, length, head_dim
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        _fail(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}")
+    return device
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,112 @@
+"""The command `mercer study`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from ..studies import Shard
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def run_study(
+    study: Annotated[
+        str | None,
+        typer.Argument(
+            help="The name of a study, or a Python file that defines `study`; none lists them.",
+            metavar="FILE_OR_NAME",
+            show_default=False,
+        ),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Run part i of n, such as one for each machine.", metavar="i/n"),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="Such as 0,1,2 or 0-4; those of the study unless given.", metavar="LIST"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The folder of results; runs/NAME unless given.", metavar="FOLDER"),
+    ] = None,
+    table: Annotated[
+        bool, typer.Option("--table", help="Show the results that are there; run nothing.")
+    ] = False,
+    source: Annotated[
+        bool, typer.Option("--source", help="Print the study's file, to start one of your own.")
+    ] = False,
+) -> None:
+    """Train every system of a study with one budget and several seeds, and compare them.
+
+    Stop it with Ctrl-C whenever you like: the same command goes on where it was. Processes and
+    machines that share the folder share the work, and results merge by themselves.
+
+    For example: `mercer study quick`, or `mercer study mine.py --shard 1/4 --seeds 0-4`
+    """
+    from .. import studies
+
+    console = Console(highlight=False)
+    try:
+        if study is None:
+            studies.list_studies(console)
+            return
+        if source:
+            typer.echo(studies.find(study).read_text(encoding="utf-8"), nl=False)
+            return
+        chosen = studies.load(study)
+        wanted = None if seeds is None else read_seeds(seeds)
+        part = None if shard is None else read_shard(shard)
+        folder = output or Path("runs") / chosen.name
+        if table:
+            found, notes, files = studies.look_up(chosen, folder, wanted)
+            if not files:
+                raise ValueError(f"there are no results of this study in {folder} yet")
+            studies.show(console, chosen, found, notes, files)
+            return
+        studies.introduce(console, chosen, folder, part, wanted)
+        outcome = studies.run(chosen, folder, shard=part, seeds=wanted, console=console)
+    except (ValueError, ModuleNotFoundError) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error}; finished jobs are kept, and the same command goes on with the rest")
+    look = ["mercer", "study", study, *([] if output is None else ["--output", str(output)])]
+    again = [*look, *(["--shard", shard] if shard else []), *(["--seeds", seeds] if seeds else [])]
+    studies.conclude(
+        console, chosen, outcome, again=shlex.join(again), look=shlex.join([*look, "--table"])
+    )
+    raise typer.Exit(INTERRUPTED if outcome.interrupted else FAILED if outcome.failed else 0)
+
+
+def read_seeds(text: str) -> list[int]:
+    """0,1,2 or 0-4, or both."""
+    found: list[int] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"--seeds must be such as 0,1,2 or 0-4, but came as {text!r}")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return list(dict.fromkeys(found))
+
+
+def read_shard(text: str) -> Shard:
+    """i/n, with i from 1 to n."""
+    from ..studies import Shard
+
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None:
+        raise ValueError(f"--shard must be i/n with i from 1 to n, but came as {text!r}")
+    return Shard(int(match[1]), int(match[2]))
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,378 @@
+"""`mercer train lm|translation|vision`: the options, the progress line, and how a run ends."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from ..train import Result, Settings
+
+app = typer.Typer(
+    help="Train a language model, a translator or a vision transformer with any attention.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+# Exit codes: 0 done, 1 no room on disk or GPU, 2 a mistake in what was asked for,
+# 3 a loss that is not finite, 128 + n stopped by signal n.
+NOT_CONVERGED = 3
+
+ATTENTION, MODEL, BUDGET = "Attention", "Model and data", "Budget"
+OPTIMISER, RUNNING, FILES = "Optimiser", "How it runs", "Evaluation and files"
+
+
+def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+
+
+System = Annotated[str | None, _option(ATTENTION, "A name from `mercer systems`.")]
+Kernel = Annotated[
+    str | None,
+    _option(ATTENTION, 'Such as `RBF(2.0)*Exponential(on="position")`; read, never evaluated.'),
+]
+Position = Annotated[str | None, _option(ATTENTION, "Such as `ProductKernel()` or `Rotary()`.")]
+Value = Annotated[str | None, _option(ATTENTION, "`content` or `content+position`.")]
+Filter = Annotated[str | None, _option(ATTENTION, "Such as `Causal() & Window(64, 0)`.")]
+Options = Annotated[
+    list[str] | None,
+    _option(
+        ATTENTION, "An option of the system, again for more.", "--option", metavar="NAME=VALUE"
+    ),
+]
+Preset = Annotated[str | None, _option(MODEL, "The model's shape; `tiny` trains on a CPU.")]
+Sets = Annotated[
+    list[str] | None,
+    _option(MODEL, "A field of the model's config.", "--set", metavar="NAME=VALUE"),
+]
+Data = Annotated[
+    str | None, _option(MODEL, "`embedded` (no download), a file or folder, or a name on the hub.")
+]
+Tokenizer = Annotated[
+    str | None, _option(MODEL, "`bpe:1024` (trained), `bytes`, `gpt2`, or a path to its files.")
+]
+DataOptions = Annotated[
+    list[str] | None,
+    _option(MODEL, "An option of the data.", "--data-option", metavar="NAME=VALUE"),
+]
+Cache = Annotated[str | None, _option(MODEL, "Where tokens are kept.", metavar="FOLDER")]
+Steps = Annotated[int | None, _option(BUDGET, "Optimiser steps; 300 unless time is given.")]
+Time = Annotated[str | None, _option(BUDGET, "Time spent in steps: `90s`, `10m`, `1h30m`.")]
+Batch = Annotated[int | None, _option(BUDGET, "Sequences a step, over all processes.")]
+Length = Annotated[int | None, _option(BUDGET, "Tokens of a sequence.")]
+Accumulate = Annotated[int | None, _option(BUDGET, "Parts a batch is computed in, to save memory.")]
+Rate = Annotated[float | None, _option(OPTIMISER, "The learning rate.", "--lr")]
+BandwidthRate = Annotated[
+    float | None, _option(OPTIMISER, "That of bandwidths; `--lr` unless given.", "--bandwidth-lr")
+]
+TokenRate = Annotated[
+    float | None, _option(OPTIMISER, "That of token kernels; 5e-3 or `--lr`.", "--token-lr")
+]
+Warmup = Annotated[float | None, _option(OPTIMISER, "Steps, or below 1 a share of the run.")]
+Floor = Annotated[float | None, _option(OPTIMISER, "Where the cosine ends, of the rate.")]
+Decay = Annotated[float | None, _option(OPTIMISER, "Weight decay of matrices.", "--weight-decay")]
+Clip = Annotated[float | None, _option(OPTIMISER, "The largest norm of a gradient.")]
+Smoothing = Annotated[float | None, _option(OPTIMISER, "Label smoothing.")]
+Seed = Annotated[int | None, _option(RUNNING, "Of weights, order and dropout.")]
+Dtype = Annotated[str | None, _option(RUNNING, "float32, or bfloat16 by autocast.")]
+Compile = Annotated[bool, _option(RUNNING, "Compile the model with torch.compile.", "--compile")]
+Device = Annotated[str | None, _option(RUNNING, "cpu or cuda; cuda where there is one.")]
+Fsdp = Annotated[bool, _option(RUNNING, "Shard the model over the processes (FSDP2).", "--fsdp")]
+Workers = Annotated[int | None, _option(RUNNING, "Processes that load data.")]
+LogEvery = Annotated[int | None, _option(FILES, "Steps between logs.", "--log-every")]
+EvalEvery = Annotated[int | None, _option(FILES, "Steps between evaluations.", "--eval-every")]
+SaveEvery = Annotated[int | None, _option(FILES, "Steps between checkpoints.", "--save-every")]
+Keep = Annotated[int | None, _option(FILES, "How many checkpoints stay.")]
+EvaluateBy = Annotated[
+    str | None, _option(FILES, "blocks, sliding windows, or with memory.", "--evaluate-by")
+]
+EvalItems = Annotated[
+    int | None, _option(FILES, "Tokens, pairs or images to judge by, at most.", "--eval-items")
+]
+Beams = Annotated[int | None, _option(FILES, "Of the search that BLEU is measured by.")]
+Output = Annotated[
+    str | None, _option(FILES, "The folder of the run; in runs/ unless given.", metavar="FOLDER")
+]
+Resume = Annotated[
+    bool, _option(FILES, "Go on with the run in --output, as it was set.", "--resume")
+]
+Board = Annotated[bool, _option(FILES, "Write TensorBoard files too.", "--tensorboard")]
+DryRun = Annotated[
+    bool, _option(FILES, "Print parameters, FLOPs, memory and tokens, and end.", "--dry-run")
+]
+
+# The options whose name is not that of the setting.
+PAIRS = {"options": "system_options", "sets": "overrides", "data_options": "data_options"}
+# What a task has no use for.
+UNFIT = {
+    "lm": {"smoothing", "beams"},
+    "translation": {"evaluate_by"},
+    "vision": {"tokenizer", "length", "evaluate_by", "beams"},
+}
+
+
+def _make(task: str, text: str) -> Callable[..., None]:
+    def command(
+        context: typer.Context,
+        system: System = None,
+        kernel: Kernel = None,
+        position: Position = None,
+        value: Value = None,
+        filter: Filter = None,
+        options: Options = None,
+        preset: Preset = None,
+        sets: Sets = None,
+        data: Data = None,
+        tokenizer: Tokenizer = None,
+        data_options: DataOptions = None,
+        cache: Cache = None,
+        steps: Steps = None,
+        time: Time = None,
+        batch: Batch = None,
+        length: Length = None,
+        accumulate: Accumulate = None,
+        learning_rate: Rate = None,
+        bandwidth_rate: BandwidthRate = None,
+        token_rate: TokenRate = None,
+        warmup: Warmup = None,
+        floor: Floor = None,
+        weight_decay: Decay = None,
+        clip: Clip = None,
+        smoothing: Smoothing = None,
+        seed: Seed = None,
+        dtype: Dtype = None,
+        compile: Compile = False,
+        device: Device = None,
+        fsdp: Fsdp = False,
+        workers: Workers = None,
+        log_every: LogEvery = None,
+        eval_every: EvalEvery = None,
+        save_every: SaveEvery = None,
+        keep: Keep = None,
+        evaluate_by: EvaluateBy = None,
+        eval_items: EvalItems = None,
+        beams: Beams = None,
+        output: Output = None,
+        resume: Resume = False,
+        tensorboard: Board = False,
+        dry_run: DryRun = False,
+    ) -> None:
+        _train(task, context.params)
+
+    command.__doc__ = text
+    signature = inspect.signature(command, eval_str=True)
+    fit = [p for name, p in signature.parameters.items() if name not in UNFIT[task]]
+    command.__signature__ = signature.replace(parameters=fit)  # type: ignore[attr-defined]
+    return command
+
+
+app.command("lm")(
+    _make(
+        "lm",
+        """Train a language model, and print its validation bits per byte.
+
+        Half a minute on a CPU, without a download:
+
+            mercer train lm --system dai2019 --steps 100
+
+        A kernel of your own, with a learning rate for its bandwidths:
+
+            mercer train lm --kernel 'RBF(heads=2)*Exponential(on="position")'
+                --position 'ProductKernel()' --bandwidth-lr 0.01
+
+        GPT-2's shape on your own text, on eight GPUs:
+
+            torchrun --nproc-per-node 8 -m mercer.cli train lm --preset gpt2-small
+                --data corpus.txt --tokenizer gpt2 --dtype bfloat16 --compile --time 2h
+
+        What would it cost? `--dry-run`. Interrupted? `mercer train lm --output FOLDER --resume`.
+        """,
+    )
+)
+app.command("translation")(
+    _make(
+        "translation",
+        """Train a translator, and print its BLEU with sacrebleu's signature.
+
+        On sentences of a small grammar, without a download:
+
+            mercer train translation --system tsai2019 --steps 200
+
+        On a folder of tab-separated pairs, German to English:
+
+            mercer train translation --preset iwslt --data data/tatoeba --time 1h --dtype bfloat16
+        """,
+    )
+)
+app.command("vision")(
+    _make(
+        "vision",
+        """Train a vision transformer, and print its accuracy.
+
+        On scikit-learn's digits, without a download:
+
+            mercer train vision --system kundu2026 --steps 200
+
+        On CIFAR-10 from the hub:
+
+            mercer train vision --preset cifar --data cifar10 --kernel 'RBF(heads=3)' --time 1h
+        """,
+    )
+)
+
+
+def _train(task: str, given: dict[str, Any]) -> None:
+    # Of several processes the main one speaks; torchrun tells each its rank.
+    main = int(os.environ.get("RANK", "0")) == 0
+    console = Console(highlight=False, stderr=False, quiet=not main)
+    try:
+        from .. import train
+        from ..train.distributed import Elsewhere
+        from ..train.screen import progress_line
+    except ModuleNotFoundError as error:
+        _fail(f"training needs {error.name}: pip install 'mercer[train]'")
+    settings: Settings | None = None
+    try:
+        settings = _settings(task, given)
+        if given["dry_run"]:
+            processes = int(os.environ.get("WORLD_SIZE", "1"))
+            console.print(escape(str(train.plan(settings, processes))), soft_wrap=True)
+            return
+
+        def say(text: str) -> None:
+            console.print(f"[yellow]{escape(text)}[/]", soft_wrap=True)
+
+        with progress_line(console) as show:
+            result = train.run(settings, show, say=say)
+    except Elsewhere:
+        raise typer.Exit(1) from None
+    except train.DiskFull as error:
+        again = "" if settings is None else f"; make room, then: {_again(task, settings)}"
+        _fail(f"{error.strerror}{again}", code=1)
+    except torch.OutOfMemoryError:
+        _fail(
+            "the GPU has no room for this: take more --accumulate (the same result in smaller "
+            "parts), a smaller --batch or --length, or --dtype bfloat16",
+            code=1,
+        )
+    except (ValueError, ModuleNotFoundError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("stopped at once; the last checkpoint stands", code=130)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    _report(console, task, settings, result)
+
+
+def _settings(task: str, given: dict[str, Any]) -> Settings:
+    """What was asked for; when a run goes on, on top of what its folder says."""
+    from ..train import Settings, read_time
+
+    wanted: dict[str, Any] = {
+        PAIRS.get(name, name): _pairs(value) if name in PAIRS else value
+        for name, value in given.items()
+        if _said(value) and name not in ("dry_run", "resume")
+    }
+    if "time" in wanted:
+        wanted["time"] = read_time(wanted["time"])
+    resume = bool(given["resume"])
+    if resume:
+        if "output" not in wanted:
+            raise ValueError("--resume needs the folder of the run: --output FOLDER")
+        config = Path(wanted["output"]) / "config.json"
+        if config.exists():
+            stored = Settings.read(config)
+            if stored.task != task:
+                raise ValueError(
+                    f"the run in {wanted['output']} is of the task {stored.task}: "
+                    f"mercer train {stored.task} --output {wanted['output']} --resume"
+                )
+            return replace(stored, **wanted, resume=True)
+        if set(wanted) == {"output"}:
+            # With settings beside it, --resume begins a run that a script may have to begin again.
+            raise ValueError(
+                f"{wanted['output']} holds no run to go on with; runs have a config.json, "
+                "and begin without --resume"
+            )
+    settings = Settings(task=task, **wanted, resume=resume)
+    if settings.output is None and not given["dry_run"]:
+        settings = replace(settings, output=_free(settings.name))
+    return settings
+
+
+def _said(value: Any) -> bool:
+    empty = isinstance(value, list | tuple) and not value
+    return value is not None and value is not False and not empty
+
+
+def _free(name: str) -> str:
+    """A folder in runs/ that is not there yet."""
+    number, path = 1, Path("runs") / name
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{name}-{number}"
+    return str(path)
+
+
+def _pairs(texts: list[str]) -> dict[str, Any]:
+    """NAME=VALUE, where a value is a Python literal or else the text itself."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign or not name.isidentifier():
+            raise ValueError(f"an option must be NAME=VALUE, but came as {text!r}")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return found
+
+
+def _again(task: str, settings: Settings) -> str:
+    return f"mercer train {task} --output {settings.output} --resume"
+
+
+def _report(console: Console, task: str, settings: Settings, result: Result) -> None:
+    """How it ended, in two or three lines and an exit code."""
+    from ..train.screen import duration, metric_words
+
+    if result.status == "stopped":
+        console.print(
+            f"stopped after step {result.steps}, with a checkpoint; to go on: "
+            f"[bold]{escape(_again(task, settings))}[/]",
+            soft_wrap=True,
+        )
+        raise typer.Exit(128 + result.signal)
+    if not result.converged:
+        console.print(
+            f"[red]{result.status}[/]: the loss is not finite. A smaller --lr, a longer --warmup "
+            "or a smaller --clip may help.",
+            soft_wrap=True,
+        )
+        raise typer.Exit(NOT_CONVERGED)
+    speed = result.tokens_per_second
+    pace = "" if speed is None else f", {speed:,.0f} tokens/s"
+    console.print(f"done: {result.steps} steps in {duration(result.seconds)}{pace}")
+    console.print(f"[bold]validation[/]  {metric_words(result.metrics)}")
+    if "signature" in result.metrics:
+        console.print(f"sacrebleu   {escape(result.metrics['signature'])}", soft_wrap=True)
+    if result.folder is not None:
+        console.print(f"the model is in {escape(result.folder)}/model", soft_wrap=True)
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    if int(os.environ.get("RANK", "0")) == 0:
+        Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(code)

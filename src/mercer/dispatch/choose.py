@@ -1,0 +1,116 @@
+"""Which backend runs: the first of the fitting rule that does not refuse, and why others do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from ..backends import Task, flex, sdpa
+from ..backends.chunked import backend as chunked
+from ..backends.polynomial import backend as linear
+from ..backends.triton import backend as triton
+from ..term.term import Smoothed, mix
+from . import rules
+
+
+class Backend(Protocol):
+    """What a backend's module offers."""
+
+    name: str
+
+    def refuses(self, task: Task) -> str | None: ...
+
+    def memory(self, task: Task) -> int: ...
+
+    def run(self, task: Task) -> Smoothed: ...
+
+
+# The order in which "auto" tries them is in rules.json; the reference takes everything.
+BACKENDS: dict[str, Backend] = {
+    b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear, flex))
+}
+NAMES = ("auto", "reference", *BACKENDS)
+RULES = rules.read(rules.PATH.read_text(encoding="utf-8"), BACKENDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The backend that runs, and what decided."""
+
+    name: str
+    because: str
+    rule: rules.Rule | None = None
+    family: str = ""
+
+    def __str__(self) -> str:
+        decided = f" [{self.family} rule: {self.rule.when}]" if self.rule is not None else ""
+        return self.because + decided
+
+
+def choose(tasks: tuple[Task, ...], backend: str) -> Choice:
+    """The named backend, or what the rules say; a named one that cannot run this raises."""
+    if backend == "reference":
+        return Choice(name="reference", because="you named it")
+    if backend != "auto":
+        reason = _refusal(BACKENDS[backend], tasks)
+        if reason is not None:
+            raise ValueError(f"backend {backend!r} cannot run this: {reason}")
+        return Choice(name=backend, because="you named it")
+    return _by_rule(tasks) or Choice(name="reference", because="no other backend takes it")
+
+
+def _by_rule(tasks: tuple[Task, ...]) -> Choice | None:
+    """The first backend that takes all terms, of the first rule that fits and has one."""
+    if not tasks:
+        return None
+    call, family = rules.describe(tasks), rules.family(tasks[0].device)
+    refused: list[str] = []
+    for rule in RULES[family]:
+        if not rule.fits(call):
+            continue
+        for name in rule.backends:
+            if name in refused:
+                continue
+            if _refusal(BACKENDS[name], tasks) is None:
+                return Choice(name=name, because=rule.because, rule=rule, family=family)
+            refused.append(name)
+    return None
+
+
+def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
+    if not tasks:
+        return "the kernel has no lowering: it defines log_weight, but no terms"
+    for task in tasks:
+        why = backend.refuses(task)
+        if why is not None:
+            return why
+    return None
+
+
+def handles_nan(tasks: tuple[Task, ...], name: str) -> bool:
+    """Whether it keeps NaN to the rows that see it by itself; if not, it gets cleaned inputs."""
+    return name == triton.name or (name == linear.name and all(map(linear.fused, tasks)))
+
+
+def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:
+    """Why each backend other than the chosen one does not run."""
+    reasons = {}
+    for name, backend in BACKENDS.items():
+        if name != chosen:
+            reasons[name] = _refusal(backend, tasks) or _passed_over(name, tasks)
+    if chosen != "reference":
+        reasons["reference"] = "it could run; it is dense and slow, for checking"
+    return reasons
+
+
+def _passed_over(name: str, tasks: tuple[Task, ...]) -> str:
+    elements = sdpa.mask_elements(tasks[0]) if name == "sdpa" else 0
+    needs = f", with a dense mask of {elements:,} elements" if elements else ""
+    return f"it could run{needs}; another comes first"
+
+
+def run(tasks: tuple[Task, ...], name: str) -> Smoothed:
+    """All terms on one backend, mixed by their masses."""
+    if name == triton.name:
+        return mix(triton.run_all(tasks))
+    return mix([BACKENDS[name].run(task) for task in tasks])

@@ -1,0 +1,186 @@
+"""A call of `smooth`, checked: what came is named in the error, and what was expected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from ..backends import Task
+from ..filters import Filter
+from ..kernels import Kernel
+from ..term.features import Features, Input
+from ..term.term import accumulator, repeat
+from .choose import NAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What to smooth, with all shapes known to fit."""
+
+    kernel: Kernel
+    q: Features
+    k: Features
+    v: Tensor
+    filter: Filter
+    batch: int
+    dropout_p: float
+    log_mass: bool
+    # What was not finite is zero here and marked, so that no gradient is spoiled by it.
+    bad_queries: Tensor | None = None  # [B or 1, H, Q]
+    bad_keys: Tensor | None = None  # [B or 1, H, K]
+
+    def cleaned(self) -> Problem:
+        """The same problem with what is not finite set to zero and marked."""
+        q, k, v, heads = self.q, self.k, self.v, self.q.heads
+        if not _may_be_broken(q, k, v):
+            return self
+        q, bad_queries = _cleaned(q, heads)
+        k, bad_keys = _cleaned(k, heads)
+        bad_keys = bad_keys | repeat(_broken(v), v.shape[0], heads)
+        v = torch.where(v.isfinite(), v, 0.0)
+        return replace(self, q=q, k=k, v=v, bad_queries=bad_queries, bad_keys=bad_keys)
+
+    def tasks(self, seed: Tensor | None = None) -> tuple[Task, ...]:
+        """The kernel, lowered: one task for each term."""
+        terms = self.kernel.terms(self.q, self.k)
+        num_queries, num_keys = self.q.length, self.k.length
+        return tuple(
+            Task(
+                term=term.resolve(num_queries, num_keys, causal=self.filter.causal),
+                v=self.v,
+                filter=self.filter,
+                batch=self.batch,
+                heads=self.q.heads,
+                num_queries=num_queries,
+                dropout_p=self.dropout_p,
+                seed=seed,
+                log_mass=self.log_mass or len(terms) > 1,
+                bad_queries=self.bad_queries,
+                bad_keys=self.bad_keys,
+            )
+            for term in terms
+        )
+
+
+def prepare(
+    kernel: Kernel,
+    q: Input,
+    k: Input,
+    v: Tensor,
+    filter: Filter,
+    dropout_p: float,
+    log_mass: bool,
+    backend: str,
+) -> Problem:
+    """Raise ValueError where the arguments do not fit each other."""
+    if not isinstance(kernel, Kernel):
+        raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
+    check_options(filter, backend, dropout_p)
+    q, k = _features("q", q), _features("k", k)
+    v = _features("v", v).part("content")
+    _check_lengths_and_heads(q, k, v)
+    batch = _batch(q, k, v)
+    _check_devices(kernel, q, k, v)
+    device = v.device.type
+    if torch.is_autocast_enabled(device) and v.dtype != torch.float64:
+        lower = torch.get_autocast_dtype(device)
+        q, k, v = q.to(lower), k.to(lower), v.to(lower)
+    _check_dtypes(q, k, v)
+    filter.check(batch, q.length, k.length)
+    return Problem(
+        kernel=kernel, q=q, k=k, v=v, filter=filter.to(v.device), batch=batch,
+        dropout_p=float(dropout_p), log_mass=log_mass,
+    )  # fmt: skip
+
+
+def check_options(filter: object, backend: str, dropout_p: float) -> None:
+    """Raise ValueError for options that no input could make right."""
+    if not isinstance(filter, Filter):
+        raise ValueError(f"filter must be a Filter, but came as {type(filter).__name__}")
+    if backend not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, but came as {backend!r}")
+    if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):
+        raise ValueError(f"dropout_p must be at least 0 and below 1, but came as {dropout_p}")
+
+
+@torch.no_grad()
+def _may_be_broken(q: Features, k: Features, v: Tensor) -> bool:
+    # A look at the data would stall an accelerator, and a graph has no branches: take it as read.
+    if torch.compiler.is_compiling() or v.device.type != "cpu":
+        return True
+    # A sum is finite only if everything is, and one pass without a copy finds it.
+    tensors = (*q.tensors(), *k.tensors(), v)
+    return not all(bool(x.sum(dtype=accumulator(x.dtype)).isfinite()) for x in tensors)
+
+
+def _cleaned(x: Features, heads: int) -> tuple[Features, Tensor]:
+    """Finite features, and the places that were not, [B or 1, H, T]."""
+    bad = [repeat(_broken(part), part.shape[0], heads) for part in x.tensors()]
+    parts = {name: torch.where(part.isfinite(), part, 0.0) for name, part in x.items()}
+    return Features(**parts), reduce(or_, bad)
+
+
+def _broken(x: Tensor) -> Tensor:
+    return ~x.isfinite().all(-1)
+
+
+def _features(name: str, x: object) -> Features:
+    try:
+        return Features.of(x)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _named(q: Features, k: Features, v: Tensor) -> list[tuple[str, Tensor]]:
+    """Every tensor under the name the user knows it by."""
+    named = [(f"q.{n}" if n != "content" else "q", x) for n, x in q.items()]
+    named += [(f"k.{n}" if n != "content" else "k", x) for n, x in k.items()]
+    return [*named, ("v", v)]
+
+
+def _check_lengths_and_heads(q: Features, k: Features, v: Tensor) -> None:
+    if k.length != v.shape[2]:
+        raise ValueError(f"k and v must have one length, but k has {k.length} and v {v.shape[2]}")
+    heads = q.heads
+    if all(x.shape[1] == heads for x in (*q.tensors(), *k.tensors(), v)):
+        return
+    for name, x in _named(q, k, v):
+        count = x.shape[1]
+        fits = count in (1, heads) if name.startswith("q") else count > 0 and heads % count == 0
+        if not fits:
+            raise ValueError(
+                f"{name} has {count} heads, which does not divide the {heads} heads of q"
+                if not name.startswith("q")
+                else f"{name} has {count} heads, but the queries have {heads}"
+            )
+
+
+def _batch(q: Features, k: Features, v: Tensor) -> int:
+    if all(x.shape[0] == v.shape[0] for x in (*q.tensors(), *k.tensors())):
+        return v.shape[0]
+    sizes = {name: x.shape[0] for name, x in _named(q, k, v)}
+    batch = v.shape[0] if v.shape[0] != 1 else next((n for n in sizes.values() if n != 1), 1)
+    if any(size not in (1, batch) for size in sizes.values()):
+        raise ValueError(f"q, k and v must have one batch size, or 1, but came with {sizes}")
+    return batch
+
+
+def _check_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> None:
+    tensors = (*q.tensors(), *k.tensors(), *kernel.parameters(), *kernel.buffers())
+    if all(x.device == v.device for x in tensors):
+        return
+    devices = {name: str(x.device) for name, x in _named(q, k, v)}
+    own = (*kernel.named_parameters(), *kernel.named_buffers())
+    devices |= {f"kernel.{name}": str(x.device) for name, x in own}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"q, k, v and the kernel must be on one device, but are on {devices}")
+
+
+def _check_dtypes(q: Features, k: Features, v: Tensor) -> None:
+    if any(x.dtype != v.dtype for x in (*q.tensors(), *k.tensors())):
+        dtypes = {name: x.dtype for name, x in _named(q, k, v)}
+        raise ValueError(f"q, k and v must have one dtype, but came as {dtypes}")

@@ -1,0 +1,201 @@
+"""Sines and cosines of places, and coefficients turned by their angles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..memory.constants import constant
+from ..opaque.operators import fake, operator
+from .term import Factor, accumulator
+
+# What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
+# has it says so.
+TURNS: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {}
+
+
+def frequencies(width: int, base: float, device: torch.device) -> Tensor:
+    """w_p = base^(-2p / P), [P / 2]; in float64, for angles of long sequences."""
+    p = torch.arange(0, width, 2, device=device, dtype=torch.float64)
+    return torch.pow(base, -p / width)
+
+
+def sinusoid(
+    places: Tensor, width: int, base: float, dtype: torch.dtype, *, wide: bool = True
+) -> Tensor:
+    """Sines and cosines of every place at P / 2 frequencies, interleaved, [..., P].
+
+    Angles are in float64; for bfloat16 and up to some ten thousand places, float32 will do.
+    """
+    # A compiler would form them again beside everything they are added to.
+    form = form_sinusoid if torch.compiler.is_compiling() else _form_sinusoid
+    return form(places, width, base, dtype, wide)
+
+
+def _form_sinusoid(
+    places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool
+) -> Tensor:
+    step = frequencies(width, base, places.device)
+    angle = places[..., None] * (step if wide else step.float())
+    out = places.new_empty(*places.shape, width, dtype=dtype)
+    torch.sin(angle, out=out[..., 0::2])
+    torch.cos(angle, out=out[..., 1::2])
+    return out
+
+
+@operator
+def form_sinusoid(
+    places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool
+) -> Tensor:
+    return _form_sinusoid(places, width, base, dtype, wide)
+
+
+@fake(form_sinusoid)
+def _(places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool) -> Tensor:
+    return places.new_empty(*places.shape, width, dtype=dtype)
+
+
+def run_of_sinusoids(
+    first: int, stop: int, width: int, base: float, like: Tensor, *, wide: bool = True
+) -> Tensor:
+    """Those of the places from first to stop, in the dtype of `like`, kept for the next call."""
+    if torch.compiler.is_compiling():
+        return copy_sinusoids(first, stop, width, base, like.detach(), wide)
+    return _kept_sinusoids(first, stop, width, base, like, wide)
+
+
+def _kept_sinusoids(
+    first: int, stop: int, width: int, base: float, like: Tensor, wide: bool
+) -> Tensor:
+    def make() -> Tensor:
+        return _form_run(first, stop, width, base, like, wide)
+
+    key = ("run of sinusoids", first, stop, width, base, like.dtype, wide)
+    return constant(key, like.device, make)
+
+
+def _form_run(first: int, stop: int, width: int, base: float, like: Tensor, wide: bool) -> Tensor:
+    places = torch.arange(first, stop, device=like.device)
+    return _form_sinusoid(places, width, base, like.dtype, wide)
+
+
+@operator
+def copy_sinusoids(
+    first: int, stop: int, width: int, base: float, like: Tensor, wide: bool
+) -> Tensor:
+    # Graphs that compiled code captures have memory of their own, which is not ours to keep.
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _form_run(first, stop, width, base, like, wide)
+    # Compiled code may write to what an operator gives.
+    return _kept_sinusoids(first, stop, width, base, like, wide).clone()
+
+
+@fake(copy_sinusoids)
+def _(first: int, stop: int, width: int, base: float, like: Tensor, wide: bool) -> Tensor:
+    return like.new_empty(stop - first, width)
+
+
+def waves(places: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sines and the cosines alone, [..., P / 2] each."""
+    sin, cos = sinusoid(places, width, base, dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    return sin, cos
+
+
+def coefficients(asking: Tensor, weight: Tensor | None) -> Tensor:
+    """[B, H, Q, P]: the queries' part itself, or its product with a weight [H, D, P]."""
+    return asking if weight is None else asking @ weight.to(asking.dtype)
+
+
+class Turned(Factor):
+    """<c_i turned by its place, sinusoids of j>: sin(i - j) and cos(i - j) by the angle sums.
+
+    Places are counted from the last key: only differences matter, and recent ones matter most. Both
+    parts, and the coefficients c, are formed when somebody asks for them.
+    """
+
+    asking: Tensor  # [B, H, Q, P], or with a weight [B, H, Q, D]
+    weight: Tensor | None  # [H, D, P]
+    base: float
+    _c: Tensor | None
+    _q: Tensor | None
+
+    def __init__(
+        self, *, asking: Tensor, weight: Tensor | None, base: float, num_keys: int
+    ) -> None:
+        self.asking, self.weight, self.base, self.num_keys = asking, weight, base, num_keys
+        self.scale, self.row, self.col, self.link = 1.0, None, None, None
+        self._c = self._q = None
+
+    @property
+    def width(self) -> int:
+        return (self.asking if self.weight is None else self.weight).shape[-1]
+
+    @property
+    def c(self) -> Tensor:
+        """[B, H, Q, P]."""
+        if self._c is None:
+            self._c = coefficients(self.asking, self.weight)
+        return self._c
+
+    @property
+    def q(self) -> Tensor:  # type: ignore[override]
+        if self._q is None:
+            self._q = turned(self.c, self.base)
+        return self._q
+
+    @property
+    def k(self) -> Tensor:  # type: ignore[override]
+        return self.forming_k(accumulator(self.asking.dtype))()
+
+    def forming_k(self, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """What forms them, in the accumulator's dtype, and rounds them to this one."""
+        wide, device = accumulator(self.asking.dtype), self.asking.device
+        return partial(waves_of_keys, self.num_keys, self.width, self.base, wide, dtype, device)
+
+
+def waves_of_keys(
+    num_keys: int, width: int, base: float, wide: torch.dtype, dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Cosines and sines of the places of keys, [1, 1, K, P], formed in one dtype for another."""
+
+    def make() -> Tensor:
+        sin, cos = waves(torch.arange(1 - num_keys, 1, device=device), width, base, wide)
+        return torch.stack([cos, sin], -1).flatten(-2)[None, None].to(dtype)
+
+    return constant(("waves of keys", num_keys, width, base, wide, dtype), device, make)
+
+
+def turned(c: Tensor, base: float, scale: float = 1.0) -> Tensor:
+    """scale (s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side.
+
+    c are [B, H, T, P]; places are counted from the last.
+    """
+    length, width, dtype = c.shape[2], c.shape[-1], accumulator(c.dtype)
+
+    def make() -> Tensor:
+        both = sinusoid(torch.arange(1 - length, 1, device=c.device), width, base, dtype)
+        return both if scale == 1.0 else scale * both
+
+    both = constant(("sinusoids", length, width, base, dtype, scale), c.device, make)
+    faster = TURNS.get(c.device.type)
+    if faster and c.dtype.itemsize == 2 and not torch.compiler.is_compiling():
+        out = faster(c, both)
+        if out is not None:
+            return out
+    c = c.to(dtype)
+    sin, cos = both.unflatten(-1, (-1, 2)).unbind(-1)
+    if torch.compiler.is_compiling():
+        # A compiler fuses this; complex numbers it would only call.
+        s, o = c[..., 0::2], c[..., 1::2]
+        return torch.stack([s * sin + o * cos, o * sin - s * cos], -1).flatten(-2)
+    # (s + io) (sin - i cos): one pass over c instead of eight.
+    pairs = c.unflatten(-1, (-1, 2))
+    *others, last = pairs.stride()
+    if last != 1 or pairs.storage_offset() % 2 or any(stride % 2 for stride in others):
+        pairs = pairs.contiguous()
+    out = torch.view_as_complex(pairs) * torch.complex(sin, -cos)
+    return torch.view_as_real(out).flatten(-2)
