@@ -16,7 +16,7 @@ from mercer.backends.runtime.launch import INTERPRETED
 from mercer.backends.triton.backend import INSTALLED
 from mercer.bench.workload import Workload
 from mercer.dispatch import recall
-from mercer.term.term import Again, Formed, Repeatable
+from mercer.term.derived import Again, Formed, Repeatable
 
 pytestmark = [
     # The interpreter computes with numpy, which warns of its own.

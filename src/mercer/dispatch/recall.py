@@ -40,8 +40,9 @@ from ..kernels import (
     RelativeSinusoid,
     Sum,
 )
+from ..term.derived import Formed, Repeatable
 from ..term.features import Features, Input
-from ..term.term import Formed, Repeatable, Smoothed
+from ..term.mix import Smoothed
 
 Option = str | float | None
 OPTIONS = frozenset({str, float, int, bool, type(None)})

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..term.factors import Apart, LogScale, Steered
 from ..term.features import Input
-from ..term.links import Matern12, Matern32, Matern52, Rational
-from ..term.term import Apart, Link, LogScale, Steered, Term, accumulator
+from ..term.layout import accumulator
+from ..term.links import Link, Matern12, Matern32, Matern52, Rational
+from ..term.term import Term
 from .base import Kernel
 
 Bandwidth = float | Sequence[float] | Tensor | None

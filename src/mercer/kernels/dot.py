@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..term.factors import LEAST_LENGTH, Factor, Unit
 from ..term.features import Input
+from ..term.layout import accumulator
 from ..term.links import Power
-from ..term.term import LEAST_LENGTH, Factor, Term, Unit, accumulator
+from ..term.term import Term
 from .base import Kernel
 
 

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..memory.constants import constant
+from ..term.biases import Relative, Scored, Slope
+from ..term.derived import Formed
 from ..term.features import Features, Input
+from ..term.layout import accumulator
 from ..term.sinusoids import Turned, coefficients, run_of_sinusoids, waves
-from ..term.term import Formed, Relative, Scored, Slope, Term, accumulator
+from ..term.term import Term
 from .base import Kernel
 
 

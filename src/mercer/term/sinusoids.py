@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..memory.constants import constant
 from ..opaque.operators import fake, operator
-from .term import Factor, accumulator
+from .factors import Factor
+from .layout import accumulator
 
 # What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
 # has it says so.

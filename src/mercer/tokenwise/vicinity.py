@@ -52,8 +52,10 @@ from ..kernels import Exponential, Kernel
 from ..memory.growing import Growing
 from ..smoother import reference as smooth_densely
 from ..smoother import solve
+from ..term.derived import Again, Repeatable
 from ..term.features import Features, Input
-from ..term.term import Again, Repeatable, Smoothed, at_least, mix, repeat
+from ..term.layout import at_least, repeat
+from ..term.mix import Smoothed, mix
 from .nearest import Column, average, rows
 
 

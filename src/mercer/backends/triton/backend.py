@@ -18,22 +18,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...opaque.operators import fake, learns, operator
-from ...term.links import Matern12, Matern32, Matern52, Power, Rational
+from ...term.biases import Scored
+from ...term.derived import Again, Formed, Repeatable
+from ...term.factors import BEND, Apart, Factor, LogScale, Steered
+from ...term.layout import repeat
+from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
+from ...term.mix import Smoothed
 from ...term.sinusoids import TURNS
-from ...term.term import (
-    BEND,
-    Again,
-    Apart,
-    Factor,
-    Formed,
-    Link,
-    LogScale,
-    Repeatable,
-    Scored,
-    Smoothed,
-    Steered,
-    repeat,
-)
 from .. import Task
 from ..runtime.launch import INTERPRETED
 from ..runtime.replay import play

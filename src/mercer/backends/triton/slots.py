@@ -12,20 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...term.derived import Formed
+from ...term.factors import Apart, Factor, Sloped, Steered, Unit, late, unit
+from ...term.layout import join, repeat
 from ...term.sinusoids import Turned, turned
-from ...term.term import (
-    Apart,
-    Factor,
-    Formed,
-    Sloped,
-    Steered,
-    Term,
-    Unit,
-    join,
-    late,
-    repeat,
-    unit,
-)
+from ...term.term import Term
 from .block_sizes import are_few
 from .run import add
 

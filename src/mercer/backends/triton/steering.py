@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...term.term import Steered
+from ...term.factors import Steered
 from .. import Task
 from ..runtime.launch import helper
 from ..runtime.replay import play
