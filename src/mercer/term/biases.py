@@ -62,7 +62,7 @@ class Scored(Relative):
         return self._rows
 
     def past(self) -> Tensor:
-        """Rows of distances from 0 on, [1 or H, c + 1, D]; all rows if they were given as a tensor."""
+        """Rows of distances from 0 on, [1 or H, c + 1, D], or all if given as a tensor."""
         return self.rows if self._form is None else self._form(0)
 
     @property

@@ -34,7 +34,7 @@ def join(parts: list[Tensor]) -> Tensor:
 
 
 def at_least(x: Tensor, width: int) -> Tensor:
-    """x padded with zeros to a width of features; x itself, without a copy, if it is wide enough."""
+    """x padded with zeros to this many features; x itself if it has them already."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
