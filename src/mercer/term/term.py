@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,39 +25,12 @@ from ..memory.constants import constant
 from ..opaque.spec import Spec
 
 
-class Formed(NamedTuple):
-    """A tensor as a function of others, which depends on nothing else."""
-
-    function: Callable[..., Tensor]
-    tensors: tuple[Tensor | Formed, ...]
-
-
 class Smoothed(NamedTuple):
     """What a backend returns for a term, and what mixes terms, splits of the keys and caches."""
 
     out: Tensor  # [B, H, Q, V]
     log_mass: Tensor | None  # [B, H, Q], the log of the absolute denominator
     sign: Tensor | None = None  # [B, H, Q], its sign where weights may be negative
-
-
-class Again(NamedTuple):
-    """How a call ran, if that was one function: function(options, *tensors)."""
-
-    function: Callable[..., Any]
-    options: Any
-    tensors: tuple[Tensor | Formed | None, ...]
-
-
-class Repeatable(Smoothed):
-    """The same, with how it was run."""
-
-    again: Again
-
-    @staticmethod
-    def of(out: Tensor, log_mass: Tensor | None, again: Again) -> Repeatable:
-        found = Repeatable(out, log_mass)
-        found.again = again
-        return found
 
 
 @dataclass(frozen=True)
@@ -304,7 +277,6 @@ class Relative:
     """bias(i, j) = table[..., i, clip(i - j, -c, c) + c]."""
 
     table: Tensor  # [B or 1, H, Q or 1, 2c + 1]
-    formed: Formed | None = None  # how the table was, if that is known
 
     @property
     def clip(self) -> int:
@@ -332,9 +304,8 @@ class Scored(Relative):
     def __init__(
         self, *, q: Tensor, rows: Tensor | None = None, clip: int = 0,
         form: Callable[[int], Tensor] | None = None, source: Tensor | None = None,
-        rows_formed: Formed | None = None,
     ) -> None:  # fmt: skip
-        self.q, self._rows, self._form, self.rows_formed = q, rows, form, rows_formed
+        self.q, self._rows, self._form = q, rows, form
         self._table: Tensor | None = None
         self._clip = clip if rows is None else (rows.shape[-2] - 1) // 2
         # What the rows are learned by.
