@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..memory.constants import constant
 from ..term.biases import Relative, Scored, Slope
-from ..term.derived import Formed
 from ..term.features import Features, Input
 from ..term.layout import accumulator
 from ..term.sinusoids import Turned, coefficients, run_of_sinusoids, waves
@@ -94,19 +92,13 @@ class Lookup(Positional):
                 f"the table has {self.table.shape[0]} heads, but the queries have {q.shape[1]}"
             )
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        form = partial(_scaled_rows, scale, accumulator(q.dtype))
-        return Scored(q=q, rows=form(self.table), rows_formed=Formed(form, (self.table,)))
+        rows = scale * self.table.to(accumulator(q.dtype))
+        return Scored(q=q, rows=rows if rows.dim() == 3 else rows[None])
 
     @property
     def formula(self) -> str:
         scale = "/ sqrt(D)" if self.scale is None else f"* {self.scale:g}"
         return f"exp(<{'q' if self.on == 'content' else f'q.{self.on}'}, a(i-j)> {scale})"
-
-
-def _scaled_rows(scale: float, dtype: torch.dtype, table: Tensor) -> Tensor:
-    """[1 or H, 2c + 1, D]."""
-    rows = scale * table.to(dtype)
-    return rows if rows.dim() == 3 else rows[None]
 
 
 # More sinusoids than these are more features than a fused kernel takes. On these devices they
@@ -314,9 +306,8 @@ class Buckets(Positional):
         q = Features.of(q)
         self.check(q)
         dtype = accumulator(q.tensors()[0].dtype)
-        form = partial(_by_distance, self.max_distance, self.bidirectional, dtype)
-        relative = Relative(table=form(self.table), formed=Formed(form, (self.table,)))
-        return (Term(biases=(relative,)),)
+        table = _by_distance(self.max_distance, self.bidirectional, dtype, self.table)
+        return (Term(biases=(Relative(table=table),)),)
 
     def bucket(self, away: Tensor) -> Tensor:
         """Small distances have a bucket each; larger ones share buckets of equal ratio."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .derived import Formed
 from .layout import accumulator
 
 
@@ -17,7 +16,6 @@ class Relative:
     """bias(i, j) = table[..., i, clip(i - j, -c, c) + c]."""
 
     table: Tensor  # [B or 1, H, Q or 1, 2c + 1]
-    formed: Formed | None = None  # how the table was, if that is known
 
     @property
     def clip(self) -> int:
@@ -45,9 +43,8 @@ class Scored(Relative):
     def __init__(
         self, *, q: Tensor, rows: Tensor | None = None, clip: int = 0,
         form: Callable[[int], Tensor] | None = None, source: Tensor | None = None,
-        rows_formed: Formed | None = None,
     ) -> None:  # fmt: skip
-        self.q, self._rows, self._form, self.rows_formed = q, rows, form, rows_formed
+        self.q, self._rows, self._form = q, rows, form
         self._table: Tensor | None = None
         self._clip = clip if rows is None else (rows.shape[-2] - 1) // 2
         # The tensor that gets the gradient of the rows.

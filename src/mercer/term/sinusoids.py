@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -149,12 +148,12 @@ class Turned(Factor):
 
     @property
     def k(self) -> Tensor:  # type: ignore[override]
-        return self.forming_k(accumulator(self.asking.dtype))()
+        return self.keys_in(accumulator(self.asking.dtype))
 
-    def forming_k(self, dtype: torch.dtype) -> Callable[[], Tensor]:
-        """What forms them, in the accumulator's dtype, and rounds them to this one."""
+    def keys_in(self, dtype: torch.dtype) -> Tensor:
+        """`k`, computed in the accumulator's dtype and rounded to this one."""
         wide, device = accumulator(self.asking.dtype), self.asking.device
-        return partial(waves_of_keys, self.num_keys, self.width, self.base, wide, dtype, device)
+        return waves_of_keys(self.num_keys, self.width, self.base, wide, dtype, device)
 
 
 def waves_of_keys(
