@@ -83,6 +83,23 @@ class Link(Spec):
         return weight * self.slope(s)
 
 
+class Learned(NamedTuple):
+    """Which parts of a factor need a gradient. To ask forms no tensor."""
+
+    q: bool
+    k: bool
+    scale: bool
+    row: bool
+    col: bool
+
+
+def needs_gradient(*parts: object) -> bool:
+    """Whether one of them is a tensor that needs a gradient, and gradients are on."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in parts
+    )
+
+
 # Not frozen, like Relative below: torch 2.11 cannot compile subclasses of frozen dataclasses.
 @dataclass(kw_only=True, eq=False)
 class Factor:
@@ -106,9 +123,19 @@ class Factor:
         return self.col is not None
 
     @property
+    def has_row(self) -> bool:
+        """Whether it has a number per query."""
+        return self.row is not None
+
+    @property
     def per_query(self) -> bool:
         """Whether every query has a scale of its own."""
         return isinstance(self.scale, Tensor) and self.scale.dim() == 4
+
+    @property
+    def learned(self) -> Learned:
+        """Which of its parts need a gradient. A part formed on demand answers by its sources."""
+        return Learned(*map(needs_gradient, (self.q, self.k, self.scale, self.row, self.col)))
 
 
 # How far, in the logarithm, a bounded bandwidth bends before it stands still.
@@ -176,6 +203,18 @@ class Apart(Factor):
         return True
 
     @property
+    def has_row(self) -> bool:
+        return True
+
+    @property
+    def learned(self) -> Learned:
+        q, k, scale = needs_gradient(self.q), needs_gradient(self.k), self._learns_scale()
+        return Learned(q, k, scale, row=q or scale, col=k)
+
+    def _learns_scale(self) -> bool:
+        return needs_gradient(self.given.log if isinstance(self.given, LogScale) else self.given)
+
+    @property
     def col(self) -> Tensor:  # type: ignore[override]
         if self._col is None:
             self._col = half_norm(self.k)
@@ -210,6 +249,9 @@ class Steered(Apart):
     def per_query(self) -> bool:
         return True
 
+    def _learns_scale(self) -> bool:
+        return needs_gradient(self.x, self.w, self.base.log)
+
     def log_scale(self) -> Tensor:
         """log s_i, [B, H, Q, 1]."""
         steer = self.x.to(self.w.dtype) @ self.w[..., None]
@@ -241,6 +283,11 @@ class Unit(Factor):
     @property
     def width(self) -> int:
         return self.queries.shape[-1]
+
+    @property
+    def learned(self) -> Learned:
+        q, k = needs_gradient(self.queries), needs_gradient(self.keys)
+        return Learned(q, k, scale=False, row=False, col=False)
 
     @property
     def q(self) -> Tensor:  # type: ignore[override]
@@ -277,6 +324,15 @@ class Sloped(Factor):
         self._row = None
 
     @property
+    def has_row(self) -> bool:
+        return True
+
+    @property
+    def learned(self) -> Learned:
+        slope = needs_gradient(self.slope)
+        return Learned(q=False, k=False, scale=slope, row=slope, col=False)
+
+    @property
     def row(self) -> Tensor:  # type: ignore[override]
         if self._row is None:
             places = late(self.q.shape[2], self.q.device, self.q.dtype)
@@ -309,6 +365,16 @@ class Relative:
     @property
     def clip(self) -> int:
         return (self.table.shape[-1] - 1) // 2
+
+    @property
+    def per_query(self) -> bool:
+        """Whether every query has a table of its own."""
+        return self.table.shape[2] > 1
+
+    @property
+    def learned(self) -> bool:
+        """Whether it needs a gradient. To ask forms no table."""
+        return needs_gradient(self.table)
 
     def widen(self, clip: int) -> Tensor:
         """The same bias as a table of at least that many distances."""
@@ -363,6 +429,14 @@ class Scored(Relative):
     def clip(self) -> int:
         return self._clip
 
+    @property
+    def per_query(self) -> bool:
+        return self.q.shape[2] > 1
+
+    @property
+    def learned(self) -> bool:
+        return needs_gradient(self.q, self.source)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
@@ -398,6 +472,12 @@ class Term:
     @property
     def signed(self) -> bool:
         return any(link.signed for link in self.links)
+
+    @property
+    def learned(self) -> bool:
+        """Whether any part of a resolved term needs a gradient. To ask forms no tensor."""
+        bias = self.relative
+        return any(any(f.learned) for f in self.factors) or (bias is not None and bias.learned)
 
     @property
     def relative(self) -> Relative | None:
