@@ -95,9 +95,7 @@ class Learned(NamedTuple):
 
 def needs_gradient(*parts: object) -> bool:
     """Whether one of them is a tensor that needs a gradient, and gradients are on."""
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in parts
-    )
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in parts)
 
 
 # Not frozen, like Relative below: torch 2.11 cannot compile subclasses of frozen dataclasses.
