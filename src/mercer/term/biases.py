@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .layout import accumulator
+from .learned import needs_gradient
 
 
 @dataclass(kw_only=True, eq=False)
@@ -20,6 +21,16 @@ class Relative:
     @property
     def clip(self) -> int:
         return (self.table.shape[-1] - 1) // 2
+
+    @property
+    def per_query(self) -> bool:
+        """Whether every query has a table of its own."""
+        return self.table.shape[2] > 1
+
+    @property
+    def learned(self) -> bool:
+        """Whether it needs a gradient. To ask forms no table."""
+        return needs_gradient(self.table)
 
     def widen(self, clip: int) -> Tensor:
         """The same bias as a table of at least that many distances."""
@@ -72,6 +83,14 @@ class Scored(Relative):
     @property
     def clip(self) -> int:
         return self._clip
+
+    @property
+    def per_query(self) -> bool:
+        return self.q.shape[2] > 1
+
+    @property
+    def learned(self) -> bool:
+        return needs_gradient(self.q, self.source)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..memory.constants import constant
 from .layout import accumulator
+from .learned import Learned, needs_gradient
 from .links import Link
 
 
@@ -41,9 +42,19 @@ class Factor:
         return self.col is not None
 
     @property
+    def has_row(self) -> bool:
+        """Whether it has a number per query."""
+        return self.row is not None
+
+    @property
     def per_query(self) -> bool:
         """Whether every query has a scale of its own."""
         return isinstance(self.scale, Tensor) and self.scale.dim() == 4
+
+    @property
+    def learned(self) -> Learned:
+        """Which of its parts need a gradient. A part formed on demand answers by its sources."""
+        return Learned(*map(needs_gradient, (self.q, self.k, self.scale, self.row, self.col)))
 
 
 # A bounded log bandwidth is smoothed by tanh over this distance from each bound.
@@ -110,6 +121,18 @@ class Apart(Factor):
         return True
 
     @property
+    def has_row(self) -> bool:
+        return True
+
+    @property
+    def learned(self) -> Learned:
+        q, k, scale = needs_gradient(self.q), needs_gradient(self.k), self._learns_scale()
+        return Learned(q, k, scale, row=q or scale, col=k)
+
+    def _learns_scale(self) -> bool:
+        return needs_gradient(self.given.log if isinstance(self.given, LogScale) else self.given)
+
+    @property
     def col(self) -> Tensor:  # type: ignore[override]
         if self._col is None:
             self._col = half_norm(self.k)
@@ -144,6 +167,9 @@ class Steered(Apart):
     def per_query(self) -> bool:
         return True
 
+    def _learns_scale(self) -> bool:
+        return needs_gradient(self.x, self.w, self.base.log)
+
     def log_scale(self) -> Tensor:
         """log s_i, [B, H, Q, 1]."""
         steer = self.x.to(self.w.dtype) @ self.w[..., None]
@@ -175,6 +201,11 @@ class Unit(Factor):
     @property
     def width(self) -> int:
         return self.queries.shape[-1]
+
+    @property
+    def learned(self) -> Learned:
+        q, k = needs_gradient(self.queries), needs_gradient(self.keys)
+        return Learned(q, k, scale=False, row=False, col=False)
 
     @property
     def q(self) -> Tensor:  # type: ignore[override]
@@ -209,6 +240,15 @@ class Sloped(Factor):
         self.slope, self.scale, self.link = slope, slope.view(-1, 1, 1), None
         self.col = late(num_keys, slope.device, slope.dtype)
         self._row = None
+
+    @property
+    def has_row(self) -> bool:
+        return True
+
+    @property
+    def learned(self) -> Learned:
+        slope = needs_gradient(self.slope)
+        return Learned(q=False, k=False, scale=slope, row=slope, col=False)
 
     @property
     def row(self) -> Tensor:  # type: ignore[override]

@@ -52,6 +52,12 @@ class Term:
         return any(link.signed for link in self.links)
 
     @property
+    def learned(self) -> bool:
+        """Whether any part of a resolved term needs a gradient. To ask forms no tensor."""
+        bias = self.relative
+        return any(any(f.learned) for f in self.factors) or (bias is not None and bias.learned)
+
+    @property
     def relative(self) -> Relative | None:
         """The one bias of a resolved term."""
         if not self.biases:
