@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from ..backends import Task, sdpa
+from ..term.biases import Scored
+from ..term.factors import Apart, Factor, LogScale, Sloped, Steered, Unit
+from ..term.layout import accumulator
 from ..term.links import Power
 from ..term.sinusoids import Turned
-from ..term.term import Apart, Factor, LogScale, Scored, Sloped, Steered, Term, Unit, accumulator
+from ..term.term import Term
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
-from ...term.term import accumulator
+from ...term.layout import accumulator
 from ..runtime.launch import INTERPRETED
 from ..runtime.replay import play
 from ..triton.backend import INSTALLED

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...term.term import accumulator
+from ...term.layout import accumulator
 from .taps import Boundary, places, visible
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...term.term import repeat
+from ...term.layout import repeat
 from ..runtime.launch import INTERPRETED, Launch, helper, launch_of
 from . import decode_shared as sharing
 from . import tables as bands

@@ -13,7 +13,7 @@ two slots of features (E0, E1); logarithms are to the base 2.
 import triton
 import triton.language as tl
 
-from ....term import term
+from ....term import factors
 from .. import block_sizes as triton_sizes
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,7 +44,7 @@ NOTHING = tl.constexpr(triton_sizes.NOTHING)
 NORMS = tl.constexpr(triton_sizes.NORMS)
 BY_LENGTHS = tl.constexpr(triton_sizes.LENGTHS)
 EACH = tl.constexpr(triton_sizes.EACH)
-LEAST_LENGTH = tl.constexpr(term.LEAST_LENGTH)
+LEAST_LENGTH = tl.constexpr(factors.LEAST_LENGTH)
 
 
 @triton.jit
