@@ -24,11 +24,6 @@ class Call(NamedTuple):
     temperature: float | None
     scale: float
 
-    @property
-    def lone(self) -> bool:
-        """Whether a query sees the key at its own place as it came, by a softmax over one tap."""
-        return self.boundary == "shrink" and self.temperature is not None
-
     def groups(self) -> tuple[int | None, ...]:
         """How far away the query is, for each kernel of a key; None is the whole kernel."""
         return (None, *range(self.cut))
