@@ -546,14 +546,21 @@ def _queries_span(
                     later += tl.sum(tl.where(after <= -CLIP, dlog, 0.0), 1)
             elif CUT:
                 inner += tl.sum(dlog, 1)
-            # Every pair in a band has its own place: a store, no sum. What is not within reach is
-            # read by nobody.
+            # Every pair in a band has its own place: a store, no sum. Pairs out of reach are not read.
             if not SIDED:
                 earlier += tl.sum(tl.where(after >= CLIP, dlog, 0.0), 1)
             dlog = dlog.to(kb0.dtype)
             if TILED:
-                at = [b.to(tl.int32), h.to(tl.int32), first_query, first_key - begin]
-                dband.store(at, dlog.reshape(1, 1, BM, BN))
+                column = first_key - begin
+                at = [b.to(tl.int32), h.to(tl.int32), first_query, column]
+                tile = dlog.reshape(1, 1, BM, BN)
+                if BIAS == BLOCKS:
+                    dband.store(at, tile)
+                # A TMA store of a block that lies wholly outside of its tensor is an illegal
+                # instruction. Pairs within reach begin at column GRANULE, or at column 0 where no
+                # block begins before it, so that a block that begins earlier holds none of them.
+                elif (column >= 0) & (column < width):
+                    dband.store(at, tile)
             else:
                 c = j[None, :] - begin
                 owned = (n[:, None] < num_queries) & (c >= 0) & (c < width)
