@@ -115,7 +115,7 @@ def solve(problem: Problem, backend: str) -> Smoothed:
         tasks = problem.tasks(seed)
         choice = dispatch.choose(tasks, backend)
         if choice.name != "reference":
-            if not dispatch.handles_nan(tasks, choice.name):
+            if not dispatch.BACKENDS[choice.name].keeps_nan(tasks):
                 cleaned = problem.cleaned()
                 tasks = tasks if cleaned is problem else cleaned.tasks(seed)
             return dispatch.run(tasks, choice.name)

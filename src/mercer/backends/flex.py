@@ -15,7 +15,7 @@ import inspect
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 name = "flex"
+dense_mask = False
 INSTALLED = importlib.util.find_spec("triton") is not None
 LINKS = (Power, Rational, Matern12, Matern32, Matern52)
 # What its kernels take; narrower features and values are filled up with zeros.
@@ -68,7 +69,16 @@ def memory(task: Task) -> int:
     return task.batch * task.heads * (features + 4 * captured) + 16 * blocks * task.batch
 
 
-def run(task: Task) -> Smoothed:
+def keeps_nan(tasks: Sequence[Task]) -> bool:
+    """It spreads NaN, so it gets cleaned inputs."""
+    return False
+
+
+def run(tasks: Sequence[Task]) -> list[Smoothed]:
+    return [_run(task) for task in tasks]
+
+
+def _run(task: Task) -> Smoothed:
     lowered = lower(task)
     heads = lowered.k.shape[1]
     v = task.v

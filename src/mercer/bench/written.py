@@ -99,7 +99,7 @@ class FlexScored(Peer):
         return super().settle(given, forward_only=forward_only)
 
     def smooth(self, given: Inputs) -> Tensor:
-        return flex.run(_task(given)).out
+        return flex.run([_task(given)])[0].out
 
 
 class Eager(Peer):

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...opaque.operators import fake, learns, operator
 from ...term.biases import Scored
 from ...term.factors import BEND, Apart, Factor, LogScale, Steered
 from ...term.layout import repeat
+from ...term.learned import derives
 from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
 from ...term.mix import Smoothed
-from ...term.sinusoids import TURNS
 from .. import Task
 from ..runtime.launch import INTERPRETED
 from ..runtime.replay import play
@@ -33,9 +32,11 @@ from . import steering as triton_steer
 from . import tables as bands
 from .block_sizes import are_few
 from .plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, expanded, parse
+from .sinusoids import with_table
 from .slots import AsGiven, Joined, slots_of, summands, widths_of
 
 name = "triton"
+dense_mask = False
 INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_WIDTH = 256
 # Of a table that comes as numbers; and the pairs within reach of any: 8 GiB in half precision.
@@ -58,6 +59,7 @@ def refuses(task: Task) -> str | None:
     unknown = [link for link in task.term.links if type(link) not in LINKS]
     if unknown:
         return f"it has no kernel for the link {unknown[0].formula}"
+    task = with_table(task, MAX_WIDTH)
     if not task.term.factors:
         return "it needs a dot product, and the term is a table alone"
     widths = widths_of(task.term)
@@ -77,6 +79,7 @@ def refuses(task: Task) -> str | None:
 
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: scales, rows, log_mass and the table."""
+    task = with_table(task, MAX_WIDTH)
     rows = task.batch * task.heads * task.num_queries
     return 12 * rows + _pairs(task) * bands.dtype_of(task.v.dtype).itemsize
 
@@ -95,11 +98,12 @@ def _unavailable(device: str) -> str | None:
     return None if device == "cuda" or INTERPRETED else f"it runs on CUDA, not on {device}"
 
 
-def run(task: Task) -> Smoothed:
-    return _run(task, slots_of(task.term, task.v.dtype, task.learns))
+def keeps_nan(tasks: Sequence[Task]) -> bool:
+    """Whether NaN stays in the rows that see it, without cleaned inputs."""
+    return True
 
 
-def run_all(tasks: Sequence[Task]) -> list[Smoothed]:
+def run(tasks: Sequence[Task]) -> list[Smoothed]:
     """Terms of a sum: one by one, or two at once, so that keys are read once for both."""
     found, left = [], list(tasks)
     while left:
@@ -107,8 +111,13 @@ def run_all(tasks: Sequence[Task]) -> list[Smoothed]:
         both = _together(first, left[0]) if left else None
         if both is not None:
             left.pop(0)
-        found.append(run(first) if both is None else both)
+        found.append(_alone(first) if both is None else both)
     return found
+
+
+def _alone(task: Task) -> Smoothed:
+    task = with_table(task, MAX_WIDTH)
+    return _run(task, slots_of(task.term, task.v.dtype, task.learns))
 
 
 def _together(first: Task, second: Task) -> Smoothed | None:
@@ -226,54 +235,12 @@ def _code(link: Link) -> tuple[int, float]:
     return LINKS[type(link)], param
 
 
-class _Turn(torch.autograd.Function):
-    """Coefficients of sinusoids turned by their places, in one pass each way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
-        ctx.save_for_backward(waves)
-        return _turned_by(1.0, x, waves)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (waves,) = ctx.saved_tensors
-        return _turned_by(-1.0, grad, waves), None
-
-
-def _turned_by(sign: float, x: Tensor, waves: Tensor) -> Tensor:
-    """What `_turned` gives, perhaps by the tape of an earlier call."""
-    (found,) = play("turn", sign, (x, waves), partial(_turned, sign))
-    return found
-
-
-def _turned(sign: float, x: Tensor, waves: Tensor) -> list[Tensor]:
-    return [triton_launch.turn(triton_plan.readable_rows(x), waves, sign)]
-
-
-def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
-    if _unavailable(c.device.type):
-        return None
-    if _derives(c.requires_grad and torch.is_grad_enabled()):
-        return _Turn.apply(c, waves)
-    return _turned_by(1.0, c, waves)
-
-
-TURNS["cuda"] = _turn
-
-
 def _call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and log_mass; where nothing learns, without what autograd takes of the host."""
-    if _derives(static.trains):
+    if derives(static.trains):
         return _Fused.apply(static, *given)
     out, lse, *_ = _played(static, given)
     return out, lse
-
-
-def _derives(trains: bool) -> bool:
-    """Whether a call may have a derivative: as it trains, or another, which has to be refused."""
-    other = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    return trains or other
 
 
 def _played(static: Static, given: Sequence[Tensor | None]) -> list[Any]:
