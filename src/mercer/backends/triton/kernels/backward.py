@@ -554,12 +554,7 @@ def _queries_span(
                 column = first_key - begin
                 at = [b.to(tl.int32), h.to(tl.int32), first_query, column]
                 tile = dlog.reshape(1, 1, BM, BN)
-                if BIAS == BLOCKS:
-                    dband.store(at, tile)
-                # A TMA store of a block that lies wholly outside of its tensor is an illegal
-                # instruction. Pairs within reach begin at column GRANULE, or at column 0 where no
-                # block begins before it, so that a block that begins earlier holds none of them.
-                elif (column >= 0) & (column < width):
+                if BIAS == BLOCKS or (column >= 0) & (column < width):
                     dband.store(at, tile)
             else:
                 c = j[None, :] - begin
