@@ -52,6 +52,26 @@ FUSED = sorted(
 )
 
 
+@pytest.fixture(autouse=True)
+def _tma_stores_touch_their_tensor(monkeypatch):
+    """On a GPU, a TMA store wholly outside of its tensor is an illegal instruction.
+
+    The interpreter would drop such a store without a word.
+    """
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_descriptor_store
+
+    def checked(self, desc, value, indices):
+        _, mask = desc.materialize_pointers(indices)
+        assert mask.data.any(), f"a store at {[int(x.data.item()) for x in indices]}"
+        return store(self, desc, value, indices)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_descriptor_store", checked)
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_the_error_budget(name):
     check_accuracy(ALL[name](), heads=HEADS, dim=DIM, device=DEVICE, dtypes=DTYPES)
@@ -88,6 +108,23 @@ def compare(kernel, filter, shape, dim=DIM):
 @pytest.mark.parametrize("kernel", ["rbf", "polynomial", "lookup*buckets*alibi"])
 def test_every_filter_visits_what_it_shows(kernel, filter):
     compare(ALL[kernel](), FILTERS[filter](), Shape(queries=11, keys=11))
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        mc.Window(150, 0),
+        mc.Window(150, 150),
+        mc.Strided(32),
+        mc.Documents(torch.arange(250)[None].expand(2, -1) // 180),
+        mc.Causal() & mc.Window(150, 0) & mc.Strided(32),
+    ],
+    ids=repr,
+)
+def test_blocks_of_pairs_that_lie_before_or_after_their_band(filter):
+    """A filter shows keys so far away that a whole block of them is not in the band."""
+    table = mc.Lookup(torch.randn(9, DIM, generator=torch.Generator().manual_seed(3)))
+    compare(mc.Exponential() * table, filter, Shape(queries=250, keys=250))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
 from .kernels import Kernel
 from .term.features import Input
-from .term.term import Smoothed, accumulator, repeat
+from .term.layout import accumulator, repeat
+from .term.mix import Smoothed
 
 
 @overload

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..memory.constants import constant
+from ..term.biases import Relative, Scored, Slope
 from ..term.features import Features, Input
+from ..term.layout import accumulator
 from ..term.sinusoids import Turned, coefficients, run_of_sinusoids, waves
-from ..term.term import Relative, Scored, Slope, Term, accumulator
+from ..term.term import Term
 from .base import Kernel
+from .dot import Exponential
+from .entry import Entry, normal
 
 
 class Positional(Kernel):
@@ -36,6 +40,16 @@ class Positional(Kernel):
 
 class Lookup(Positional):
     """exp(scale <q_i, a_{clip(i - j, -c, c)}>), scale 1/sqrt(D) by default."""
+
+    entry = Entry(
+        kind="table",
+        text=False,
+        bench=("lookup", lambda h, d: Exponential() * Lookup(normal(129, d))),
+        examples={
+            "lookup": lambda h, d: Lookup(normal(5, d)),
+            "lookup-per-head": lambda h, d: Lookup(normal(h, 7, d), scale=0.5),
+        },
+    )
 
     table: Tensor
 
@@ -105,6 +119,13 @@ class RelativeSinusoid(Positional):
 
     The coefficients c are the query's part, or the product of that part with a weight [H, D, P].
     """
+
+    entry = Entry(
+        kind="several",
+        text=False,
+        bench=("relative-sinusoid", lambda h, d: Exponential() * RelativeSinusoid()),
+        examples={"relative-sinusoid": lambda h, d: RelativeSinusoid()},
+    )
 
     weight: Tensor | None
 
@@ -182,6 +203,12 @@ class RelativeSinusoid(Positional):
 class ALiBi(Positional):
     """exp(-slope |i - j|), one slope per head."""
 
+    entry = Entry(
+        kind="keyed",
+        bench=("alibi", lambda h, d: Exponential() * ALiBi(ALiBi.standard(h))),
+        examples={"alibi": lambda h, d: ALiBi(nn.Parameter(ALiBi.standard(h)))},
+    )
+
     symmetric = True
     slopes: Tensor
 
@@ -231,6 +258,18 @@ class ALiBi(Positional):
 
 class Buckets(Positional):
     """exp(table[bucket(i - j), h]): T5's relative position bias, with its table [buckets, H]."""
+
+    entry = Entry(
+        kind="table",
+        text=False,
+        bench=("buckets", lambda h, d: Exponential() * Buckets(normal(32, h))),
+        examples={
+            "buckets": lambda h, d: Buckets(normal(8, h), max_distance=6),
+            "buckets-one-way": lambda h, d: Buckets(
+                normal(6, h), max_distance=5, bidirectional=False
+            ),
+        },
+    )
 
     table: Tensor
 

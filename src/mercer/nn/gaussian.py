@@ -19,8 +19,10 @@ from ..filters import Causal, Filter, Window
 from ..kernels import Kernel
 from ..kernels.distance import Bandwidth, read_bandwidth, squared_distance
 from ..smoother import smooth
+from ..term.factors import BEND, Apart, LogScale, Steered
 from ..term.features import Features, Input
-from ..term.term import BEND, Apart, LogScale, Steered, Term, accumulator
+from ..term.layout import accumulator
+from ..term.term import Term
 from .attention import check_sizes
 from .cache import Cache, SegmentMemory
 from .positions import Rotary, place

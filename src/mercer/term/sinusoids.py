@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..memory.constants import constant
 from ..opaque.operators import fake, operator
-from .term import Factor, accumulator
+from .factors import Factor
+from .layout import accumulator
+from .learned import Learned, needs_gradient
 
 # What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
 # has it says so.
@@ -131,6 +133,11 @@ class Turned(Factor):
     @property
     def width(self) -> int:
         return (self.asking if self.weight is None else self.weight).shape[-1]
+
+    @property
+    def learned(self) -> Learned:
+        q = needs_gradient(self.asking, self.weight)
+        return Learned(q, k=False, scale=False, row=False, col=False)
 
     @property
     def c(self) -> Tensor:

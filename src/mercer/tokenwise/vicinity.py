@@ -52,7 +52,8 @@ from ..memory.growing import Growing
 from ..smoother import reference as smooth_densely
 from ..smoother import solve
 from ..term.features import Features, Input
-from ..term.term import Smoothed, at_least, mix, repeat
+from ..term.layout import at_least, repeat
+from ..term.mix import Smoothed, mix
 from .nearest import Column, average, rows
 
 

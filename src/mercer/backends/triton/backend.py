@@ -17,19 +17,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...opaque.operators import fake, learns, operator
-from ...term.links import Matern12, Matern32, Matern52, Power, Rational
+from ...term.biases import Scored
+from ...term.factors import BEND, Apart, Factor, LogScale, Steered
+from ...term.layout import repeat
+from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
+from ...term.mix import Smoothed
 from ...term.sinusoids import TURNS
-from ...term.term import (
-    BEND,
-    Apart,
-    Factor,
-    Link,
-    LogScale,
-    Scored,
-    Smoothed,
-    Steered,
-    repeat,
-)
 from .. import Task
 from ..runtime.launch import INTERPRETED
 from . import plan as triton_plan
@@ -101,7 +94,7 @@ def _unavailable(device: str) -> str | None:
 
 
 def run(task: Task) -> Smoothed:
-    return _run(task, slots_of(task.term, task.v.dtype, torch.is_grad_enabled()))
+    return _run(task, slots_of(task.term, task.v.dtype, task.learns))
 
 
 def run_all(tasks: Sequence[Task]) -> list[Smoothed]:
@@ -127,7 +120,7 @@ def _together(first: Task, second: Task) -> Smoothed | None:
 
 
 def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
-    learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    learns, compiling = task.learns, torch.compiler.is_compiling()
     dtype = task.v.dtype
     rule = task.clauses
     assert not isinstance(rule, str)
@@ -163,18 +156,16 @@ def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
         rows.append(row)
         cols.append(col)
         link, param = (0, 0.0) if f.link is None else _code(f.link)
-        by = [scale, f.q, *weights] if steer is not None and steer.slot == n else [scale]
-        wants, saves = learns and any(x.requires_grad for x in by), learns and col.requires_grad
-        keys = learns and f.k.requires_grad
+        wants, keys = learns and f.learned.scale, learns and f.learned.k
+        saves = learns and col.requires_grad
         unit = isinstance(f, AsGiven)
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys, unit))
     bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers))
     q = [_of_all_heads(f.q.to(dtype), task.heads) for f in slots]
     k = [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols, *weights)
-    trains = learns and any(x is not None and x.requires_grad for x in (*given, *bias))
     static = Static(
-        tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
+        tuple(facts), rule.numbers, rule.simple, task.dropout_p, learns, rule.first,
         triton_plan.by_tokens(q[0]), clip, shape, steer, summed=summed,
     )  # fmt: skip
     data = (rule.lengths, rule.ids, task.seed)

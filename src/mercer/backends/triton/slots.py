@@ -5,19 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...term.factors import Apart, Factor, Sloped, Steered, Unit, late, unit
+from ...term.layout import join, repeat
 from ...term.sinusoids import Turned, turned
-from ...term.term import (
-    Apart,
-    Factor,
-    Sloped,
-    Steered,
-    Term,
-    Unit,
-    join,
-    late,
-    repeat,
-    unit,
-)
+from ...term.term import Term
 from .block_sizes import are_few
 from .run import add
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...term.term import Steered
+from ...term.factors import Steered
 from .. import Task
 from ..runtime.launch import helper
 from .plan import Inputs, Log, Static, Steer, expanded, readable_rows, room, strides_of
