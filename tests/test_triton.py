@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
+from torch.autograd import forward_ad
 
 import mercer as mc
 from mercer.backends.runtime import launch as launches
@@ -1051,3 +1052,26 @@ def test_a_scale_of_zero_divides_nothing():
         mc.Exponential(0.0) * mc.Exponential(on="position"),
     ):
         compare(kernel, mc.Causal(), Shape(queries=11, keys=11))
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_forward_derivatives_and_vmap_are_refused_where_nothing_learns(turns):
+    """Kernels run without autograd then: the derivative must not silently be zero."""
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    kernel = mc.RBF([1.0, 2.0], trainable=False).to(DEVICE)
+    q, k, v = (torch.randn(2, 2, 40, 16, device=DEVICE, dtype=dtype) for _ in range(3))
+    if turns:
+        kernel = mc.Exponential() * mc.RelativeSinusoid()
+        # Features of their own: only the coefficients have a derivative.
+        content = torch.randn_like(q)
+
+    def run(x):
+        if turns:
+            x = mc.Features(content=content, relative=x)
+        return mc.smooth(kernel, x, k, v, backend="triton")
+
+    assert run(q).grad_fn is None
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        run(forward_ad.make_dual(q, torch.ones_like(q)))
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(run)(q[None])
