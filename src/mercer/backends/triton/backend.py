@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
 from ...term.mix import Smoothed
 from .. import Task
 from ..runtime.launch import INTERPRETED
-from ..runtime.replay import play
 from . import plan as triton_plan
 from . import run as triton_launch
 from . import steering as triton_steer
@@ -239,13 +237,8 @@ def _call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and log_mass; where nothing learns, without what autograd takes of the host."""
     if derives(static.trains):
         return _Fused.apply(static, *given)
-    out, lse, *_ = _played(static, given)
+    out, lse, *_ = _start(static, *given)
     return out, lse
-
-
-def _played(static: Static, given: Sequence[Tensor | None]) -> list[Any]:
-    """What `_start` gives, perhaps by the tape of an earlier call."""
-    return play("forward", static, given, partial(_start, static))
 
 
 class _Fused(torch.autograd.Function):
@@ -257,7 +250,7 @@ class _Fused(torch.autograd.Function):
         table: Tensor | None, asking: Tensor | None, by: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given = (lengths, ids, seed, table, asking, by, *tensors)
-        out, lse, low, *ready = _played(static, given)
+        out, lse, low, *ready = _start(static, *given)
         ctx.static, ctx.count = static, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, low, *ready, *given)
@@ -268,9 +261,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         grad_out = torch.zeros_like(saved[0]) if grad_out is None else grad_out
-        grads = play(
-            "backward", ctx.static, (grad_out, grad_lse, *saved), partial(_back, ctx.static)
-        )
+        grads = _back(ctx.static, grad_out, grad_lse, *saved)
         return None, None, None, None, *_slots_of(grads[ctx.count :]), *grads[: ctx.count]
 
 
@@ -322,8 +313,7 @@ def fused(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The forward for compiled graphs: (out, log_mass, what rounding took from out, the band)."""
     known = parse(static, sizes)
-    given = (lengths, ids, seed, table, asking, rows, *tensors)
-    out, lse, low, *_, band = play("forward", known, given, partial(_start, known))
+    out, lse, low, *_, band = _start(known, lengths, ids, seed, table, asking, rows, *tensors)
     return out, lse, low, band
 
 
@@ -349,23 +339,11 @@ def fused_backward(
     lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """The backward for compiled graphs."""
-    known = parse(static, sizes)
-    given = (lengths, ids, seed, table, asking, rows, *tensors)
-    return play(
-        "backward alone", known, (grad_out, grad_lse, out, lse, low, band, *given),
-        partial(_back_alone, known),
-    )  # fmt: skip
-
-
-def _back_alone(
-    static: Static, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor,
-    band: Tensor, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    """The same as `_back` where of `Numbers` only the band was kept."""
-    bias = Bias(*rest[:3])
-    inputs = Inputs.of(rest[3:], bias, lengths, ids, seed)
-    band = bands.again(band, bias, static, inputs.v)
-    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, static, band)
+    known, bias = parse(static, sizes), Bias(table, asking, rows)
+    inputs = Inputs.of(tuple(tensors), bias, lengths, ids, seed)
+    # Of `Numbers` only the band was kept.
+    band = bands.again(band, bias, known, inputs.v)
+    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
 
 
 @fake(fused_backward)

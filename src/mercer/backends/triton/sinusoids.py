@@ -7,7 +7,6 @@ one kernel rotates them in a single pass.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ...term.learned import derives, needs_gradient
 from ...term.sinusoids import Turned, turned, waves_of_queries
 from ...term.term import Term
 from .. import Task
-from ..runtime.replay import play
 from .plan import readable_rows
 from .run import turn
 
@@ -57,7 +55,7 @@ def queries(f: Turned, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     waves = waves_of_queries(c, f.base, scale)
     if derives(needs_gradient(c)):
         return _Turn.apply(c, waves).to(dtype)
-    return _turned_by(1.0, c, waves).to(dtype)
+    return _turned(c, waves, 1.0).to(dtype)
 
 
 class _Turn(torch.autograd.Function):
@@ -66,19 +64,14 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
         ctx.save_for_backward(waves)
-        return _turned_by(1.0, x, waves)
+        return _turned(x, waves, 1.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (waves,) = ctx.saved_tensors
-        return _turned_by(-1.0, grad, waves), None
+        return _turned(grad, waves, -1.0), None
 
 
-def _turned_by(sign: float, x: Tensor, waves: Tensor) -> Tensor:
-    (found,) = play("turn", sign, (x, waves), partial(_turned, sign))
-    return found
-
-
-def _turned(sign: float, x: Tensor, waves: Tensor) -> list[Tensor]:
-    return [turn(readable_rows(x), waves, sign)]
+def _turned(x: Tensor, waves: Tensor, sign: float) -> Tensor:
+    return turn(readable_rows(x), waves, sign)
