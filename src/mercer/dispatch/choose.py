@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from ..backends import Backend, Task, flex, sdpa
+from ..backends import Backend, Task, sdpa
 from ..backends.chunked import backend as chunked
+from ..backends.flex import backend as flex
 from ..backends.polynomial import backend as linear
 from ..backends.triton import backend as triton
 from ..term.mix import Smoothed, mix
