@@ -5,7 +5,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mercer as mc
 from mercer.backends import sdpa
-from mercer.backends.flex import compiled as flex
+from mercer.backends.flex import backend as flex
+from mercer.backends.flex import compiled
 from mercer.backends.triton import backend as triton
 from mercer.dispatch import rules
 from mercer.dispatch.choose import BACKENDS
@@ -121,7 +122,7 @@ EXPLAINED = {
 @pytest.fixture
 def available(monkeypatch):
     """flex and triton look at every term, whatever this machine can run."""
-    monkeypatch.setattr(flex, "unavailable", lambda device: None)
+    monkeypatch.setattr(compiled, "unavailable", lambda device: None)
     monkeypatch.setattr(triton, "_unavailable", lambda device: None)
 
 
