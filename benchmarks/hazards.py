@@ -3,7 +3,7 @@
     python benchmarks/hazards.py [--kernels rbf,lookup] [--filters causal] [--widths 64,128]
 
 On Hopper a product reads its operands while the program goes on, and whoever writes them must have
-waited for it. Triton should see to that, and in 3.6 does not always (docs/performance.md). Here the
+waited for it. Triton should see to that, and in 3.6 does not always (dev/LOG.md). Here the
 fused kernels are compiled for Hopper, which takes no GPU, and their machine code is followed twice
 through each loop: what a product in flight reads from registers may not be written before a wait
 has covered it. Branches are taken as if they fell through, so a finding is a place to look at.

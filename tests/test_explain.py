@@ -9,8 +9,9 @@ from mercer.backends.triton import backend as triton
 from mercer.dispatch import rules
 from mercer.dispatch.choose import BACKENDS
 from mercer.dispatch.problem import prepare
+from mercer.term.biases import Scored
+from mercer.term.factors import Apart, Unit
 from mercer.term.sinusoids import Turned
-from mercer.term.term import Apart, Scored, Unit
 
 X = torch.randn(2, 4, 32, 16)
 

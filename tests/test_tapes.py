@@ -14,7 +14,6 @@ import torch
 
 import mercer as mc
 import mercer.nn as mn
-from mercer.backends.runtime import launch as launches
 from mercer.backends.runtime import replay as tapes
 from mercer.backends.runtime.launch import INTERPRETED
 from mercer.backends.triton.backend import INSTALLED
@@ -85,45 +84,6 @@ def test_a_view_of_an_allocation_is_allocated_itself():
     # Two allocations, two copies and a view; that of the first allocation is not repeated.
     assert len(tape.laid) == 1
     assert sum("_forget" not in step.__qualname__ for step in tape.steps) == 5
-
-
-def test_memory_that_kernels_know_by_its_address_is_there_when_they_start(monkeypatch):
-    """Also that of a view which stands for an allocation, and which nothing reads any more."""
-    alive = []
-
-    class Stub:
-        def bind(self, where, numbers):
-            def step(values, addresses, stream):
-                tensors = [x for x in values if x is not None]
-                for root, offset in where:
-                    ends = (x.data_ptr() + x.untyped_storage().nbytes() for x in tensors)
-                    starts = (x.data_ptr() for x in tensors)
-                    address = addresses[root] + offset
-                    alive.append(any(a <= address < b for a, b in zip(starts, ends, strict=True)))
-
-            return step
-
-    monkeypatch.setattr(tapes, "starter", lambda launch, likes: Stub())
-    monkeypatch.setattr(tapes, "INTERPRETED", False)
-    monkeypatch.setattr(tapes, "SMALL", 0)
-
-    def run(x):
-        base, small = x.new_empty(4, 4), x.new_empty(3)
-        shown = base.t()
-        shown.copy_(x)
-        total = shown.sum(0)
-        if (listener := launches.listening()) is not None:
-            listener(None, (base[1:], small, x), ())
-        return [total]
-
-    calls = [(torch.randn(4, 4),) for _ in range(4)]
-    for (x,), (total,) in zip(calls, again(run, *calls), strict=True):
-        assert torch.equal(total, x.sum(0))
-    (tape,) = noted()
-    assert tape.raw
-    assert len(tape.laid) == 1
-    # Of each call that is repeated, three arguments.
-    assert alive == [True] * 6
 
 
 def test_what_differs_gets_notes_of_its_own():
@@ -254,13 +214,6 @@ def test_calls_repeated_give_the_same_bits(name, filter, monkeypatch):
             assert (x is None and y is None) or torch.equal(x, y)
     played = noted()
     assert len(played) == len(tapes._tapes) >= 2
-    if CUDA:
-        import triton
-
-        from mercer.backends.runtime.raw_launch import CHECKED
-
-        known = triton.__version__.startswith(CHECKED)
-        assert all(tape.raw == known for tape in played)
 
 
 @fused

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
+from torch.autograd import forward_ad
 
 import mercer as mc
 from mercer.backends.runtime import launch as launches
@@ -51,6 +52,26 @@ FUSED = sorted(
 )
 
 
+@pytest.fixture(autouse=True)
+def _tma_stores_touch_their_tensor(monkeypatch):
+    """On a GPU, a TMA store wholly outside of its tensor is an illegal instruction.
+
+    The interpreter would drop such a store without a word.
+    """
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_descriptor_store
+
+    def checked(self, desc, value, indices):
+        _, mask = desc.materialize_pointers(indices)
+        assert mask.data.any(), f"a store at {[int(x.data.item()) for x in indices]}"
+        return store(self, desc, value, indices)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_descriptor_store", checked)
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_the_error_budget(name):
     check_accuracy(ALL[name](), heads=HEADS, dim=DIM, device=DEVICE, dtypes=DTYPES)
@@ -87,6 +108,23 @@ def compare(kernel, filter, shape, dim=DIM):
 @pytest.mark.parametrize("kernel", ["rbf", "polynomial", "lookup*buckets*alibi"])
 def test_every_filter_visits_what_it_shows(kernel, filter):
     compare(ALL[kernel](), FILTERS[filter](), Shape(queries=11, keys=11))
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        mc.Window(150, 0),
+        mc.Window(150, 150),
+        mc.Strided(32),
+        mc.Documents(torch.arange(250)[None].expand(2, -1) // 180),
+        mc.Causal() & mc.Window(150, 0) & mc.Strided(32),
+    ],
+    ids=repr,
+)
+def test_blocks_of_pairs_that_lie_before_or_after_their_band(filter):
+    """A filter shows keys so far away that a whole block of them is not in the band."""
+    table = mc.Lookup(torch.randn(9, DIM, generator=torch.Generator().manual_seed(3)))
+    compare(mc.Exponential() * table, filter, Shape(queries=250, keys=250))
 
 
 @pytest.mark.parametrize(
@@ -1035,3 +1073,26 @@ def test_a_scale_of_zero_divides_nothing():
         mc.Exponential(0.0) * mc.Exponential(on="position"),
     ):
         compare(kernel, mc.Causal(), Shape(queries=11, keys=11))
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_forward_derivatives_and_vmap_are_refused_where_nothing_learns(turns):
+    """Kernels run without autograd then: the derivative must not silently be zero."""
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    kernel = mc.RBF([1.0, 2.0], trainable=False).to(DEVICE)
+    q, k, v = (torch.randn(2, 2, 40, 16, device=DEVICE, dtype=dtype) for _ in range(3))
+    if turns:
+        kernel = mc.Exponential() * mc.RelativeSinusoid()
+        # Features of their own: only the coefficients have a derivative.
+        content = torch.randn_like(q)
+
+    def run(x):
+        if turns:
+            x = mc.Features(content=content, relative=x)
+        return mc.smooth(kernel, x, k, v, backend="triton")
+
+    assert run(q).grad_fn is None
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        run(forward_ad.make_dual(q, torch.ones_like(q)))
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(run)(q[None])

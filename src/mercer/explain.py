@@ -11,8 +11,10 @@ from .dispatch import choose as dispatch
 from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
 from .kernels import Kernel
+from .term.biases import Relative, Scored
+from .term.factors import Factor
 from .term.features import Input
-from .term.term import Factor, Relative, Scored, Term
+from .term.term import Term
 
 
 @dataclass(frozen=True, kw_only=True)

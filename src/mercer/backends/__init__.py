@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..filters import Filter
-from ..term.term import Term, needs_gradient
+from ..term.learned import needs_gradient
+from ..term.term import Term
 from .triton import filters as _clauses
 
 

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from ..filters import Full
-from ..term.links import Matern12, Matern32, Matern52, Power, Rational
-from ..term.term import Link, Smoothed, Term, at_least, join, repeat
+from ..term.layout import at_least, join, repeat
+from ..term.links import Link, Matern12, Matern32, Matern52, Power, Rational
+from ..term.mix import Smoothed
+from ..term.term import Term
 from . import Task
 
 if TYPE_CHECKING:

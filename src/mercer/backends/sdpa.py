@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ..filters import Causal, Filter, Full
 from ..opaque.operators import fake, learns, operator
-from ..term.term import Smoothed, Term, accumulator, as_column, at_least, join, repeat
+from ..term.layout import accumulator, as_column, at_least, join, repeat
+from ..term.mix import Smoothed
+from ..term.term import Term
 from . import Task
 
 name = "sdpa"

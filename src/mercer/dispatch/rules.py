@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..backends import Task, sdpa
+from ..term.layout import accumulator
 from ..term.links import Power
-from ..term.term import Term, accumulator
+from ..term.term import Term
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.

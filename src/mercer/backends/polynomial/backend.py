@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ...filters import And, Causal, Filter, Full, Padding
 from ...opaque.operators import fake, learns, operator
+from ...term.layout import accumulator, repeat
 from ...term.links import Power
-from ...term.term import Smoothed, accumulator, repeat
+from ...term.mix import Smoothed
 from .. import Task
 from . import fused as fused_squares
 from .chunked_sums import Walk, absorb, features, room, slices

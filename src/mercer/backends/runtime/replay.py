@@ -21,14 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from . import launch as launches
-from .launch import INTERPRETED
-from .raw_launch import Starter, starter
 from .record import About, Described, Notes, Op, Start, Value
-
-# Room that launches alone use comes in one piece, of what is not larger than this many bytes.
-SMALL = 2**23
-# Where pieces of it begin.
-ALIGNMENT = 256
 
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -72,7 +65,7 @@ def play(
     )  # fmt: skip
     tape = _tapes.get(key)
     if type(tape) is Tape:
-        return tape(tensors, places)
+        return tape(tensors)
     if tape is Untaped.ONCE:
         # An error leaves no tape.
         found, _tapes[key] = _record(tensors, run)
@@ -110,39 +103,26 @@ class Tape:
     def __init__(self, given: int, notes: Notes, results: list[Any]) -> None:
         self.given, self.results = given, results
         self.about = notes.about
-        starts = [step for step in notes.steps if isinstance(step, Start)]
-        raw = not INTERPRETED and bool(starts)
-        starters = [starter(step.launch, _likes(step)) if raw else None for step in starts]
-        # All of them, or none: a tensor that has no object has only an address.
-        self.raw = raw and all(x is not None for x in starters)
         self.device = next((x.device for x in self.about if x is not None), None)
-        self.scratch = 0  # bytes
-        self.pieces: list[tuple[int, int]] = []  # tensors that are parts of it, and where
         self.held: set[int] = set()  # tensors that steps make
         self.laid: dict[int, int] = {}  # an allocation and the view that takes its place
-        self.steps: list[Callable[[list[Any], list[int], int], None]] = []
-        self._compile(list(self._viewed(notes.steps)), iter(starters))
+        self.steps: list[Callable[[list[Any]], None]] = []
+        self._compile(list(self._viewed(notes.steps)))
 
-    def __call__(self, tensors: Sequence[Tensor | None], places: list[int]) -> list[Any]:
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         device = self.device
         if device is None or device.type != "cuda":
-            return self._run(tensors, places, 0)
+            return self._run(tensors)
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self._run(tensors, places, torch._C._cuda_getCurrentRawStream(device.index))
-        return self._run(tensors, places, torch._C._cuda_getCurrentRawStream(device.index))
+                return self._run(tensors)
+        return self._run(tensors)
 
-    def _run(self, tensors: Sequence[Tensor | None], places: list[int], stream: int) -> list[Any]:
+    def _run(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         more = len(self.about) - self.given
         values: list[Any] = [*tensors, *[None] * more]
-        addresses = places + [0] * more
-        if self.scratch:
-            room = torch.empty(self.scratch, dtype=torch.uint8, device=self.device)
-            first = room.data_ptr()
-            for number, offset in self.pieces:
-                addresses[number] = first + offset
         for step in self.steps:
-            step(values, addresses, stream)
+            step(values)
         return [values[x.number] if type(x) is Value else x for x in self.results]
 
     def _viewed(self, steps: Iterable[Op | Start]) -> Iterator[Op | Start | View]:
@@ -167,23 +147,22 @@ class Tape:
             views.append(View(about.root, x.number))
         return views
 
-    def _compile(self, steps: list[Op | Start | View], starters: Iterable[Starter | None]) -> None:
-        tensors, addresses, kept = self._needed(steps)
+    def _compile(self, steps: list[Op | Start | View]) -> None:
+        kept = self._needed(steps)
         last = {number: n for n, step in enumerate(steps) for number in self._touched(step)}
         stay = {x.number for x in self.results if isinstance(x, Value)}
         stay |= {*range(self.given), *self._roots(stay)}
         standing = set(self.laid.values())
-        queue = iter(starters)
         for n, step in enumerate(steps):
             if isinstance(step, Start):
-                self.steps.append(self._start(step, next(queue)))
+                self.steps.append(_launch(step))
             elif not kept[n]:
                 pass
             elif isinstance(step, View):
                 self.held.add(step.number)
                 self.steps.append(_view(step, self.about[step.number]))
             else:
-                self._op(step, tensors, addresses)
+                self._op(step)
             done = [m for m in self._touched(step) if last[m] == n and m not in stay]
             # What stands for an allocation lives as long as its memory is used.
             done = [self.laid.get(m, m) for m in done if m not in standing]
@@ -198,20 +177,14 @@ class Tape:
         reads = _reads(step)
         return {*reads, *self._roots(reads)}
 
-    def _needed(self, steps: list[Op | Start | View]) -> tuple[set[int], set[int], list[bool]]:
-        """What must be tensors, what must have addresses, and which operations must run."""
+    def _needed(self, steps: list[Op | Start | View]) -> list[bool]:
+        """Which operations must run."""
         tensors = {x.number for x in self.results if isinstance(x, Value)}
-        addresses: set[int] = set()
         kept = [False] * len(steps)
         for n in reversed(range(len(steps))):
             step = steps[n]
             if isinstance(step, Start):
-                for number in _reads(step):
-                    about = self.about[number]
-                    if self.raw and about is not None:
-                        addresses.add(about.root)
-                    else:
-                        tensors.add(number)
+                tensors |= set(_reads(step))
                 continue
             if isinstance(step, View):
                 if step.number in tensors:
@@ -220,23 +193,17 @@ class Tape:
                 continue
             out = {x.number for x in step.out if isinstance(x, Value)}
             if step.function in ALLOCATIONS:
-                kept[n] = bool(out & (tensors | addresses))
-            elif step.function._schema.is_mutable or out & (tensors | addresses):
+                kept[n] = bool(out & tensors)
+            elif step.function._schema.is_mutable or out & tensors:
                 kept[n] = True
                 tensors |= set(_reads(step))
         # A view of all of an allocation is allocated itself, if nothing else asks for that.
-        return self._direct(steps, tensors, addresses, kept)
+        return self._direct(steps, kept)
 
-    def _direct(
-        self,
-        steps: list[Op | Start | View],
-        tensors: set[int],
-        addresses: set[int],
-        kept: list[bool],
-    ) -> tuple[set[int], set[int], list[bool]]:
+    def _direct(self, steps: list[Op | Start | View], kept: list[bool]) -> list[bool]:
         readers: dict[int, list[int]] = {}
         for n, step in enumerate(steps):
-            asks = not self.raw if isinstance(step, Start) else kept[n]
+            asks = isinstance(step, Start) or kept[n]
             asks = asks and not (isinstance(step, Op) and step.function in ALLOCATIONS)
             for number in _reads(step) if asks else ():
                 readers.setdefault(number, []).append(n)
@@ -255,40 +222,19 @@ class Tape:
             if base.whole and other.whole and not other.offset:
                 self.laid[number] = view.number
                 kept[users[0]] = False
-                tensors.discard(number)
-        return tensors, addresses, kept
+        return kept
 
-    def _op(self, step: Op, tensors: set[int], addresses: set[int]) -> None:
+    def _op(self, step: Op) -> None:
         if step.function not in ALLOCATIONS:
             self.held |= {x.number for x in step.out if isinstance(x, Value)}
-            self.steps.append(_repeat(step, addresses))
+            self.steps.append(_repeat(step))
             return
         (number,) = (x.number for x in step.out)
         shown = self.laid.get(number, number)
         about = self.about[shown]
         assert about is not None
-        size = about.dtype.itemsize * _extent(about)
-        if number not in tensors and shown not in tensors and size <= SMALL:
-            self.pieces.append((number, self.scratch))
-            self.scratch += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
-        else:
-            self.held.add(shown)
-            self.steps.append(_allocate(about, number, shown, number in addresses))
-
-    def _start(self, step: Start, found: Starter | None) -> Callable[..., None]:
-        if found is None or not self.raw:
-            return _launch(step)
-        where = []
-        for x in step.args:
-            about = self.about[(x.base if isinstance(x, Described) else x).number]
-            assert about is not None
-            where.append((about.root, about.offset))
-        return found.bind(where, step.numbers)
-
-
-def _likes(step: Start) -> list[Any]:
-    """Which arguments are described, and how."""
-    return [x.like if isinstance(x, Described) else None for x in step.args]
+        self.held.add(shown)
+        self.steps.append(_allocate(about, shown))
 
 
 def _reads(step: Op | Start | View) -> list[int]:
@@ -301,21 +247,12 @@ def _reads(step: Op | Start | View) -> list[int]:
     return [x.number for x in leaves if isinstance(x, Value)]
 
 
-def _extent(about: About) -> int:
-    """How many numbers its memory has."""
-    if 0 in about.shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(about.shape, about.stride, strict=True))
-
-
-def _allocate(about: About, number: int, shown: int, addressed: bool) -> Callable[..., None]:
+def _allocate(about: About, shown: int) -> Callable[..., None]:
     shape, stride, dtype, device, *_ = about
     empty = torch.empty_strided
 
-    def step(values: list[Any], addresses: list[int], stream: int) -> None:
-        x = values[shown] = empty(shape, stride, dtype=dtype, device=device)
-        if addressed:
-            addresses[number] = x.data_ptr()
+    def step(values: list[Any]) -> None:
+        values[shown] = empty(shape, stride, dtype=dtype, device=device)
 
     return step
 
@@ -325,25 +262,23 @@ def _view(view: View, about: About | None) -> Callable[..., None]:
     root, number = view
     shape, stride, offset = about.shape, about.stride, about.offset // about.dtype.itemsize
 
-    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+    def step(values: list[Any]) -> None:
         x = values[root]
         values[number] = x.as_strided(shape, stride, x.storage_offset() + offset)
 
     return step
 
 
-def _repeat(op: Op, addressed: set[int]) -> Callable[..., None]:
+def _repeat(op: Op) -> Callable[..., None]:
     function, args, options, out = op
     targets = [x.number if isinstance(x, Value) else None for x in out]
 
-    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+    def step(values: list[Any]) -> None:
         found = function(*_filled(args, values), **_filled(options, values))
         leaves = [found] if isinstance(found, Tensor) else tree_flatten(found)[0]
         for target, x in zip(targets, leaves, strict=True):
             if target is not None:
                 values[target] = x
-                if target in addressed:
-                    addresses[target] = x.data_ptr()
 
     return step
 
@@ -361,7 +296,7 @@ def _filled(x: Any, values: list[Any]) -> Any:
 def _launch(start: Start) -> Callable[..., None]:
     launch, args, numbers = start
 
-    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+    def step(values: list[Any]) -> None:
         tensors = []
         for x in args:
             if type(x) is Described:
@@ -376,7 +311,7 @@ def _launch(start: Start) -> Callable[..., None]:
 
 
 def _forget(numbers: list[int]) -> Callable[..., None]:
-    def step(values: list[Any], addresses: list[int], stream: int) -> None:
+    def step(values: list[Any]) -> None:
         for number in numbers:
             values[number] = None
 

@@ -18,22 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...opaque.operators import fake, learns, operator
-from ...term.links import Matern12, Matern32, Matern52, Power, Rational
+from ...term.biases import Scored
+from ...term.factors import BEND, Apart, Factor, LogScale, Steered
+from ...term.layout import repeat
+from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
+from ...term.mix import Smoothed
 from ...term.sinusoids import TURNS
-from ...term.term import (
-    BEND,
-    Again,
-    Apart,
-    Factor,
-    Formed,
-    Link,
-    LogScale,
-    Repeatable,
-    Scored,
-    Smoothed,
-    Steered,
-    repeat,
-)
 from .. import Task
 from ..runtime.launch import INTERPRETED
 from ..runtime.replay import play
@@ -43,7 +33,7 @@ from . import steering as triton_steer
 from . import tables as bands
 from .block_sizes import are_few
 from .plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, expanded, parse
-from .slots import AsGiven, Forms, Joined, form, slots_of, summands, widths_of
+from .slots import AsGiven, Joined, slots_of, summands, widths_of
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -106,9 +96,7 @@ def _unavailable(device: str) -> str | None:
 
 
 def run(task: Task) -> Smoothed:
-    formed: Forms = None if torch.compiler.is_compiling() else {}
-    slots = slots_of(task.term, task.v.dtype, formed, task.learns)
-    return _run(task, slots, formed)
+    return _run(task, slots_of(task.term, task.v.dtype, task.learns))
 
 
 def run_all(tasks: Sequence[Task]) -> list[Smoothed]:
@@ -130,10 +118,10 @@ def _together(first: Task, second: Task) -> Smoothed | None:
     if not are_few(first.num_queries, first.num_keys):
         return None
     slots = summands(first.term, second.term)
-    return None if slots is None else _run(first, slots, {}, summed=True)
+    return None if slots is None else _run(first, slots, summed=True)
 
 
-def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -> Smoothed:
+def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
     learns, compiling = task.learns, torch.compiler.is_compiling()
     dtype = task.v.dtype
     rule = task.clauses
@@ -151,8 +139,7 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
             mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)
             weights = [f.w.float()]
         elif isinstance(f, Steered) and not compiling:
-            steered = partial(triton_steer.steered, task.v.dtype, shape, _bend(f.base), f.reach)
-            mode, scale = 2, form(formed, steered, f.x, f.w, f.base.log)
+            mode, scale = 2, triton_steer.steered(f, shape, _bend(f.base), task.v.dtype)
         elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
             mode, scale, log = 1, f.given.log.float(), _bend(f.given)
         elif not isinstance(f.scale, Tensor):
@@ -175,8 +162,8 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
         saves = learns and col.requires_grad
         unit = isinstance(f, AsGiven)
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys, unit))
-    bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers), formed)
-    q = [_of_all_heads(f.q.to(dtype), task.heads, formed) for f in slots]
+    bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers))
+    q = [_of_all_heads(f.q.to(dtype), task.heads) for f in slots]
     k = [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols, *weights)
     static = Static(
@@ -192,13 +179,10 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
         plain = [f.row for f in task.term.factors if f.link is None and f.row is not None]
         if plain:
             return Smoothed(out, sum(plain, lse))
-    if formed is None:
-        return Smoothed(out, lse)
-    tensors = tuple(formed.get(id(x), x) for x in (*data, *bias, *given))
-    return Repeatable.of(out, lse, Again(_call, static, tensors))
+    return Smoothed(out, lse)
 
 
-def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -> tuple[Bias, int]:
+def _bias(task: Task, shape: tuple[int, int, int], sided: bool) -> tuple[Bias, int]:
     """The term's table, or what it is the product of, and how far it reaches; -1 for none.
 
     `sided`: no key comes after its query.
@@ -207,26 +191,18 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -
     if bias is None:
         return Bias(), -1
     if isinstance(bias, Scored) and bias.clip > 0:
-        asking = _of_all_heads(bias.q.to(task.v.dtype), task.heads, formed)
+        asking = _of_all_heads(bias.q.to(task.v.dtype), task.heads)
         asking = expanded(asking, task.batch, *asking.shape[1:])
         rows = bias.past() if sided else bias.rows
         rows = rows if rows.dtype == task.v.dtype else rows.float()
-        if bias.rows_formed is not None and formed is not None and rows is bias.rows:
-            formed[id(rows)] = bias.rows_formed
         return Bias(asking=asking, rows=rows), bias.clip
     table = _full_table(shape, bias.table)
-    if bias.formed is not None and formed is not None:
-        formed[id(table)] = Formed(partial(_full_table, shape), (bias.formed,))
     return Bias(table=table), table.shape[-1] // 2
 
 
-def _of_all_heads(q: Tensor, heads: int, formed: Forms) -> Tensor:
-    """Queries of every head: those of one head for all are copied, as kernels read head by head."""
-    return q if q.shape[1] == heads else form(formed, partial(_copied, heads), q)
-
-
-def _copied(heads: int, q: Tensor) -> Tensor:
-    return repeat(q, q.shape[0], heads).contiguous()
+def _of_all_heads(q: Tensor, heads: int) -> Tensor:
+    """Queries of every head; one head for all is copied, as kernels read head by head."""
+    return q if q.shape[1] == heads else repeat(q, q.shape[0], heads).contiguous()
 
 
 def _bend(scale: LogScale) -> Log:

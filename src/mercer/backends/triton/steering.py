@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...term.term import Steered
+from ...term.factors import Steered
 from .. import Task
 from ..runtime.launch import helper
 from ..runtime.replay import play
@@ -54,14 +54,11 @@ def by_queries(f: Steered, task: Task) -> bool:
     return f.x is f.q and whole and f.q.dtype == task.v.dtype and f.q.stride(-1) == 1
 
 
-def steered(
-    dtype: torch.dtype, shape: tuple[int, int, int], bend: Log, reach: float, x: Tensor, w: Tensor,
-    log: Tensor,
-) -> Tensor:  # fmt: skip
+def steered(f: Steered, shape: tuple[int, int, int], bend: Log, dtype: torch.dtype) -> Tensor:
     """The scale of every query."""
-    x = x.to(dtype)
+    x = f.x.to(dtype)
     x = expanded(x, x.shape[0], shape[1], *x.shape[2:])
-    return expanded(_Steer.apply(x, w.float(), log.float(), bend, reach), *shape)
+    return expanded(_Steer.apply(x, f.w.float(), f.base.log.float(), bend, f.reach), *shape)
 
 
 class _Steer(torch.autograd.Function):

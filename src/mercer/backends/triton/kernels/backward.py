@@ -120,7 +120,7 @@ def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKEN
 @triton.jit
 def _keys_span(
     dk0, dk1, dv_, dc0, dc1, start, stop, k0, k1, v, c0, c1, head0, head1, q0_base, q1_base,
-    grad_base, S0, S1, R0, R1, LSE2, DELTA, band, tiles, dband, lengths, ids, y, line, j, first_key, b, bh,
+    grad_base, S0, S1, R0, R1, LSE2, DELTA, band, tiles, dband, lengths, ids, line, j, first_key, b, bh,
     first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids,
     stb, width, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
@@ -130,7 +130,7 @@ def _keys_span(
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
     DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, STORE: tl.constexpr,
-    PART: tl.constexpr, OWN: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
     CHECK: tl.constexpr = MASK or not EVEN
@@ -185,10 +185,6 @@ def _keys_span(
             seen = _visible(
                 i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
             )
-        if MASK and OWN > 0:
-            same = i[None, :] == j[:, None]
-            if OWN == 2:
-                seen = seen & ~same
         rate = 1.0
         if FORM == POLY:
             rate = scale0 * tl.exp2(-lse2 / PARAM0)[None, :]
@@ -201,8 +197,6 @@ def _keys_span(
         if not EARLY:
             grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        if MASK and OWN == 1:
-            dp = tl.where(same, tl.dot(y, tl.trans(grad), input_precision=PRECISION), dp)
         # Read late, when log_mass has given back its registers.
         delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
         dropped = p
@@ -210,8 +204,6 @@ def _keys_span(
             kept = _kept(seed, bh, n[None, :], j[:, None], num_queries, num_keys, dropout)
             dropped = tl.where(kept, p, 0.0) / (1.0 - dropout)
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
-        if MASK and OWN == 1:
-            dropped = tl.where(same, 0.0, p)
         if PART != 2:
             dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
         # Scales that are the same for all queries wait until the end of the block; those of each
@@ -307,11 +299,11 @@ def _store_keys(
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_keys(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA,
-    DBAND, DK0, DK1, DV, DC0, DC1, DS0, DS1, OWN_V,
+    DBAND, DK0, DK1, DV, DC0, DC1, DS0, DS1,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, ovb, ovh, ovt,
+    seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     LOG0: tl.constexpr, LOG1: tl.constexpr,
@@ -321,14 +313,13 @@ def backward_keys(
     BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
     TMA: tl.constexpr, TILED: tl.constexpr, STORE: tl.constexpr, TOKENS: tl.constexpr,
-    PART: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr, OWN: tl.constexpr,
+    PART: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
     PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
     ADD: another pass has stored its share before. STORE: all pairs lie in a band, and so do their
-    gradients, from here on. OWN: the query at a key's place has another value (1), and another key,
-    too (2), neither of which has its gradient here.
+    gradients, from here on.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -338,9 +329,6 @@ def backward_keys(
     line = bh.to(tl.int64) * num_queries
     k0 = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, j, e0, E0, num_keys, True)
     v = _rows(V_ + b * svb + (h // group_v) * svh, svt, j, dv, V, num_keys, True)
-    y = v
-    if OWN == 1:
-        y = _rows(OWN_V + b * ovb + h * ovh, ovt, j, dv, V, num_keys, True)
     if HELD & 1:
         k0 = _held(k0, E0, PRECISION)
     if HELD & 2:
@@ -412,14 +400,14 @@ def backward_keys(
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
                 dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
                 _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
-                grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, DBAND, LENGTHS, IDS, y, line, j, low, b, bh,
+                grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, DBAND, LENGTHS, IDS, line, j, low, b, bh,
                 first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt,
                 stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0,
                 MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
                 _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN), FILTER,
                 _form(FORM, _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN)), SAME,
                 span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, BN, TMA, TILED,
-                STORE, PART, OWN,
+                STORE, PART,
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
@@ -446,7 +434,7 @@ def backward_keys(
 def _queries_span(
     dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, start, stop, q0, q1, grad, scale0,
     scale1, row0, row1, half, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, band, tiles, dband, begin, lengths, ids,
-    own, own_dp, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
+    i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
     svb, svt, stride_ids, stb, width, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
@@ -455,13 +443,11 @@ def _queries_span(
     SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, WANT0: tl.constexpr,
     WANT1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
-    STEADY: tl.constexpr, EVENED: tl.constexpr, CUT: tl.constexpr, OWN: tl.constexpr,
+    STEADY: tl.constexpr, EVENED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
 
     STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. EVENED: so is `inner`.
-    OWN: they are the weight of the pair at the query's own place, and, where that has a key for itself (2),
-    the gradient of its score; `own` is the score then, and `own_dp` the gradient of the weight.
     """
     CHECK: tl.constexpr = MASK or not EVEN
     # A scale of each query has a gradient that needs the numbers themselves.
@@ -489,11 +475,6 @@ def _queries_span(
         if CLIP < 0:
             # Started before the weights are formed, so that the two run side by side.
             dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
-        if MASK and OWN > 0:
-            same = i[:, None] == j[None, :]
-            if OWN == 2:
-                t0 = tl.where(same, own[:, None], t0)
-            dp = tl.where(same, own_dp[:, None], dp)
         if HAS_COL0 and not SPREAD:
             c0 = next0[None, :]
             t0 += c0
@@ -529,13 +510,6 @@ def _queries_span(
         if MASK:
             g = tl.where(seen, g, 0.0)
         u0 = g * pull0
-        if MASK and OWN > 0:
-            inner += tl.sum(tl.where(same, p, 0.0), 1)
-            if OWN == 2:
-                later += tl.sum(tl.where(same, u0, 0.0), 1)
-                u0 = tl.where(same, 0.0, u0)
-            else:
-                kb0 = _finite(kb0)
         dq0 = tl.dot(u0.to(kb0.dtype), kb0, dq0, input_precision=PRECISION)
         if HAS_ROW0:
             dr0 += tl.sum(u0, 1)
@@ -572,14 +546,16 @@ def _queries_span(
                     later += tl.sum(tl.where(after <= -CLIP, dlog, 0.0), 1)
             elif CUT:
                 inner += tl.sum(dlog, 1)
-            # Every pair in a band has its own place: a store, no sum. What is not within reach is
-            # read by nobody.
+            # Every pair in a band has its own place: a store, no sum. Pairs out of reach are not read.
             if not SIDED:
                 earlier += tl.sum(tl.where(after >= CLIP, dlog, 0.0), 1)
             dlog = dlog.to(kb0.dtype)
             if TILED:
-                at = [b.to(tl.int32), h.to(tl.int32), first_query, first_key - begin]
-                dband.store(at, dlog.reshape(1, 1, BM, BN))
+                column = first_key - begin
+                at = [b.to(tl.int32), h.to(tl.int32), first_query, column]
+                tile = dlog.reshape(1, 1, BM, BN)
+                if BIAS == BLOCKS or (column >= 0) & (column < width):
+                    dband.store(at, tile)
             else:
                 c = j[None, :] - begin
                 owned = (n[:, None] < num_queries) & (c >= 0) & (c < width)
@@ -616,11 +592,11 @@ def _store_queries(
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def backward_queries(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, GRAD, LSE2, DELTA, GRAD_LSE,
-    COUNTERS, OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DBAND, ENDS, OWN_K, OWN_V, SHARES, PULLS,
+    COUNTERS, OUT, LOW, LSE, DQ0, DQ1, DS0, DS1, DR0, DR1, DBAND, ENDS,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, okb, okh, okt, ovb, ovh, ovt,
+    seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     LOG0: tl.constexpr, LOG1: tl.constexpr,
@@ -631,14 +607,12 @@ def backward_queries(
     WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
     SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, TOKENS: tl.constexpr,
     ADD: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, HAS_LSE: tl.constexpr,
-    FIRST: tl.constexpr, HAS_LOW: tl.constexpr, OWN: tl.constexpr,
+    FIRST: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
     """dq, dscale, drow and the gradient of a band, of one block of queries.
 
     CUT: keys beyond the table's reach are left to another pass, which ADDs its share. FIRST: no pass
-    has formed delta and log_mass to the base 2 before. OWN: each query has the value at its own place
-    for itself (1), and the key as well (2): the weight of that pair goes to SHARES, and with a key the
-    gradient of its score to PULLS.
+    has formed delta and log_mass to the base 2 before.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -658,18 +632,8 @@ def backward_queries(
         e = tl.arange(0, V)
         mask = inside[:, None] & (e[None, :] < dv)
         out = _exactly(OUT, LOW, rows[:, None] * dv + e[None, :], mask, HAS_LOW)
-    if OWN > 0:
-        y = _rows(OWN_V + b * ovb + h * ovh, ovt, n, dv, V, num_queries, True)
-    if OWN == 2:
-        x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
-    if FIRST:
         _no_tickets(COUNTERS, bh)
         delta, lse2 = _delta(grad.to(tl.float32), out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
-    own, own_dp = none, none
-    if OWN > 0:
-        own_dp = tl.sum(grad.to(tl.float32) * y.to(tl.float32), 1)
-    if OWN == 2:
-        own = tl.sum(q0.to(tl.float32) * x.to(tl.float32), 1)
     if HELD & 1:
         q0 = _held(q0, E0, PRECISION)
     if HELD & 2:
@@ -718,7 +682,7 @@ def backward_queries(
     # So has a key that queries with scales of their own see from afar. In float32 it is to be exact: the pass
     # over keys gets sum_j P dP itself.
     EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY and CLIP < 0
-    EVENED: tl.constexpr = EACH and OWN == 0 and FIRST and PRECISION == "ieee"
+    EVENED: tl.constexpr = EACH and FIRST and PRECISION == "ieee"
     half = none
     if STEADY and NORM0:
         half = -0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
@@ -749,20 +713,14 @@ def backward_queries(
             dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs = _queries_span(
                 dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, first_key, last_key, q0, q1,
                 grad, scale0, scale1, row0, row1, half, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
-                k0, k1, v, col0, col1, band, TILES, dband, begin, LENGTHS, IDS, own, own_dp, i, n, b, bh, h, h0, h1,
+                k0, k1, v, col0, col1, band, TILES, dband, begin, LENGTHS, IDS, i, n, b, bh, h, h0, h1,
                 hv, block * BM, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
                 svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1,
                 MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, SIDED,
                 _of_keys(span, FILTER, CLIP, SIDED), FILTER,
                 _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
-                WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, EVENED, CUT, OWN,
+                WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, EVENED, CUT,
             )  # fmt: skip
-    if OWN > 0:
-        tl.store(SHARES + line + n, inner, mask=inside)
-    if OWN == 2:
-        tl.store(PULLS + line + n, later, mask=inside)
-        x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
-        dq0 += later[:, None] * x.to(tl.float32)
     # What all weights of a row move by together.
     moved = none
     if HAS_LSE:

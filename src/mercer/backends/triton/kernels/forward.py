@@ -13,7 +13,7 @@ two slots of features (E0, E1); logarithms are to the base 2.
 import triton
 import triton.language as tl
 
-from ....term import term
+from ....term import factors
 from .. import block_sizes as triton_sizes
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,7 +44,7 @@ NOTHING = tl.constexpr(triton_sizes.NOTHING)
 NORMS = tl.constexpr(triton_sizes.NORMS)
 BY_LENGTHS = tl.constexpr(triton_sizes.LENGTHS)
 EACH = tl.constexpr(triton_sizes.EACH)
-LEAST_LENGTH = tl.constexpr(term.LEAST_LENGTH)
+LEAST_LENGTH = tl.constexpr(factors.LEAST_LENGTH)
 
 
 @triton.jit
@@ -684,8 +684,8 @@ def _finished(acc, mass, peak):
 
 @triton.jit
 def _forward_span(
-    acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
-    band, tiles, begin, lengths, ids, own, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
+    acc, mass, peak, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
+    band, tiles, begin, lengths, ids, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
     num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
@@ -693,13 +693,12 @@ def _forward_span(
     BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, INSIDE0: tl.constexpr, INSIDE1: tl.constexpr, SUMMED: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, OWN: tl.constexpr, EDGES: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, EDGES: tl.constexpr,
     STILL: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: the running peak, mass and sums of values.
 
-    OWN: `share` is the weight of the pair at the query's own place, whose value is not among them;
-    `own` is the score of its own key (2). EDGES: a mask is needed before sure_start and from sure_stop
+    EDGES: a mask is needed before sure_start and from sure_stop
     on, and values are taken to be finite. STILL: the peak is one that no key exceeds. SUMMED: the second
     slot is another function of the same products, and weights add up.
     """
@@ -740,13 +739,7 @@ def _forward_span(
             seen = _visible(
                 i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
             )
-            if OWN > 0:
-                # What is not finite has been taken out of the others, and is told by BAD.
-                same = i[:, None] == j[None, :]
-                if OWN == 2:
-                    t = tl.where(same, own[:, None], t)
-            else:
-                values, t = _spared(values, t)
+            values, t = _spared(values, t)
         if FORM == PLAIN:
             # One dot product: the positive scale waits until the exponent, one operation.
             if MASK:
@@ -821,30 +814,18 @@ def _forward_span(
         if DROPOUT:
             kept = _kept(seed, bh, n[:, None], j[None, :], num_queries, num_keys, dropout)
             p = tl.where(kept, p, 0.0)
-        if MASK and OWN > 0:
-            share = share * shrink + tl.sum(tl.where(same, p, 0.0), 1)
-            p = tl.where(same, 0.0, p)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = higher
-    return acc, mass, peak, share
-
-
-@triton.jit
-def _spoiled(BAD, bh, i, blocks, MOST: tl.constexpr):
-    """Which places come at or after the first that any block, of at most MOST, says of a head."""
-    block = tl.arange(0, MOST)
-    bad = tl.load(BAD + bh.to(tl.int64) * blocks + block, mask=block < blocks, other=2**31 - 1)
-    return i >= tl.min(bad, 0)
+    return acc, mass, peak
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def forward(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, OUT, LOW, LSE,
-    OWN_K, OWN_V, BAD,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, okb, okh, okt, ovb, ovh, ovt, bad_blocks,
+    seed, number0, number1, dropout,
     E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
     PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
     LOG0: tl.constexpr, LOG1: tl.constexpr,
@@ -853,15 +834,14 @@ def forward(
     SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
     INSIDE0: tl.constexpr, INSIDE1: tl.constexpr, SUMMED: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
-    TOKENS: tl.constexpr, HELD: tl.constexpr, OWN: tl.constexpr, MOST: tl.constexpr,
+    TOKENS: tl.constexpr, HELD: tl.constexpr,
     FAST: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
 
     GROUPED: queries, of one block, are heads that share their keys, all at the place of the last.
 
-    OWN: each query has the value at its own place for itself (1), and the key as well (2); BAD says
-    in up to MOST blocks what is not finite. FAST: values are taken to be finite (1), and weights to be
+    FAST: values are taken to be finite (1), and weights to be
     those of a distance, of which a row's do not all vanish (2); a block where not is done again.
     """
     bh = tl.program_id(1)
@@ -878,13 +858,9 @@ def forward(
     line = bh.to(tl.int64) * num_queries
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     none = tl.zeros((BM,), tl.float32)
-    share, own, half = none, none, none
+    half = none
     if FAST == 2:
         half = 0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
-    if OWN == 2:
-        # Before queries are held, and lie in another way.
-        x = _rows(OWN_K + b * okb + h * okh, okt, n, e0, E0, num_queries, True)
-        own = tl.sum(q0.to(tl.float32) * x.to(tl.float32), 1)
     # Whose scales the queries have: those of one head, or of all in a group.
     of = h * num_queries + tl.minimum(n, num_queries - 1) if GROUPED else h
     scale0 = _scale(S0, number0, ss0, of, line, n, inside, MODE0, LOG0)
@@ -939,14 +915,14 @@ def forward(
         if FAST == 2:
             # Of a key at no distance.
             peak = half * (scale0 * LOG2E)
-        acc, mass, peak, share = _forward_span(
-            acc, mass, peak, share, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1,
+        acc, mass, peak = _forward_span(
+            acc, mass, peak, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1,
             none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
-            own, i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
+            i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
             skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
             LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
             NONE, FILTER, FORM, SAME, False, EVEN,
-            DROPOUT, PRECISION, BM, BN, INSIDE0, INSIDE1, SUMMED, SPREAD, TMA, TILED, OWN, True, FAST == 2,
+            DROPOUT, PRECISION, BM, BN, INSIDE0, INSIDE1, SUMMED, SPREAD, TMA, TILED, True, FAST == 2,
         )  # fmt: skip
         fine = tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1) > 0
         if FAST == 2:
@@ -971,30 +947,22 @@ def forward(
             else:
                 first_key, last_key = sure_stop, stop
             if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, CLIP):
-                acc, mass, peak, share = _forward_span(
-                    acc, mass, peak, share, first_key, last_key, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
+                acc, mass, peak = _forward_span(
+                    acc, mass, peak, first_key, last_key, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
                     far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
-                    own, i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
+                    i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
                     skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
                     LINK1, PARAM0, PARAM1, _mode(MODE0, GROUPED, INSIDE0), _mode(MODE1, GROUPED, INSIDE1), HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
                     _of_keys(span, FILTER, CLIP, SIDED), FILTER,
                     _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
-                    DROPOUT, PRECISION, BM, BN, INSIDE0, INSIDE1, SUMMED, SPREAD, TMA, TILED, OWN, False, False,
+                    DROPOUT, PRECISION, BM, BN, INSIDE0, INSIDE1, SUMMED, SPREAD, TMA, TILED, False, False,
                 )  # fmt: skip
-    if OWN > 0:
-        y = _rows(OWN_V + b * ovb + h * ovh, ovt, n, dv, V, num_queries, True)
-        acc += share[:, None] * y.to(tl.float32)
     empty = mass == 0.0
     if FORM == POLY:
         peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     out, lse = _finished(acc, mass, peak)
     if DROPOUT:
         out = out / (1.0 - dropout)
-    if OWN > 0:
-        spoiled = empty | _spoiled(BAD, bh, i, bad_blocks, MOST)
-        fine = (tl.abs(out) < float("inf")) & ~spoiled[:, None]
-        out = tl.where(fine, out, float("nan"))
-        lse = tl.where(spoiled, float("nan"), lse)
     e = tl.arange(0, V)
     target = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     if SPLIT:
