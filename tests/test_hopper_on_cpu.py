@@ -45,8 +45,6 @@ CASES = {
     "scale-per-query": {"NORM0": True, "HAS_COL0": True, "MODE0": 2, "filter": WINDOW},
     "two-slots": {"E1": DIM},
     "first-slot": {"E1": DIM, "PART": 1, "filter": WINDOW},
-    "own-values": {"OTHER": 1},
-    "own-keys": {"OTHER": 2},
     "stored": {"STORE": 2, "NORM0": True, "HAS_COL0": True, "MODE0": 1},
     "stored-window": {"STORE": 2, "filter": WINDOW},
     "stored-alone": {"STORE": 1},
@@ -78,7 +76,7 @@ class Call:
         self.flags = {
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
-            "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "OTHER": 0, "HELD": False,
+            "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "HELD": False,
             "SIDES": False, "FRESH": False, "JOINED": False,
             "BY_KEYS": flags.get("SUMMED", False), **flags,
         }  # fmt: skip
@@ -88,7 +86,7 @@ class Call:
         def normal(*shape):
             return torch.randn(shape, generator=draw)
 
-        self.q, self.k, self.q1, self.k1, self.v, self.grad, self.own = (
+        self.q, self.k, self.q1, self.k1, self.v, self.grad, self.out = (
             normal(*rows, DIM) / 2 for _ in range(7)
         )
         self.lse2, self.delta, self.col = normal(*rows) + 4, normal(*rows), normal(*rows)
@@ -109,13 +107,11 @@ class Call:
             seen = seen & (i - j <= left)
         if right >= 0:
             seen = seen & (j - i <= right)
-        if self.flags["OTHER"] == 2:
-            seen = seen & (i != j)
         seen = seen.expand(BATCH, 1, -1, -1)
         return seen & (j < self.lengths[:, None, None, None]) if padded else seen
 
     def want(self):
-        f, same = self.flags, torch.eye(self.length, dtype=torch.bool)
+        f = self.flags
         t = self.q @ self.k.mT
         if f["E1"]:
             t = t + self.q1 @ self.k1.mT
@@ -129,14 +125,10 @@ class Call:
             e = e + self.band
         p = torch.where(self.seen(), e.exp2(), 0.0)
         dp = self.grad @ self.v.mT
-        weights = p
-        if f["OTHER"] == 1:
-            dp = torch.where(same, self.grad @ self.own.mT, dp)
-            weights = torch.where(same, 0.0, p)
         found = p * (dp - self.delta[..., None])
         u = found * each
         sums = u.sum(-2)
-        want = {"dv": weights.mT @ self.grad, "dk": u.mT @ self.q * head}
+        want = {"dv": p.mT @ self.grad, "dk": u.mT @ self.q * head}
         if f["NORM0"]:
             want["dk"] -= (sums[..., None] * head) * self.k
         if f["E1"] and f["PART"] != 1:
@@ -189,7 +181,7 @@ class Call:
             counters = torch.zeros(BATCH * HEADS + 1, dtype=torch.int32)
         given = {
             "Q0": Descriptor(self.q), "K0": Descriptor(self.k), "Q1": Descriptor(self.q1),
-            "K1": Descriptor(self.k1), "V_": Descriptor(self.v), "OWN_V": Descriptor(self.own),
+            "K1": Descriptor(self.k1), "V_": Descriptor(self.v),
             "TILES": Descriptor(self.band, 64, 64), "GRAD": Descriptor(self.grad),
             "S0": Pointer(scale), "C0": Pointer(self.col), "LENGTHS": Pointer(self.lengths),
             "IDS": None, "LSE2": Pointer(self.lse2), "DELTA": Pointer(self.delta),
@@ -301,7 +293,6 @@ def test_a_second_pass_draws_tickets_of_its_own():
 
 
 KINDS = {
-    "own-values": {"OTHER": 1},
     "summed": {"SUMMED": True},
     "summed-columns": {"SUMMED": True, "SIDES": True},
     "summed-scales": {**COLUMNS, "MODE0": 2},
@@ -345,7 +336,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     call = Call(filter=(1, 69, -1, -1, 0, 0, 0, int(padded), 0, 0), NORM0=norms, HAS_COL0=norms)
     queries, blocks = 130, -(-LENGTH // 64)
     shape = (BATCH, HEADS, queries)
-    grad, out = (x[:, :, :queries].contiguous() for x in (call.grad, call.own))
+    grad, out = (x[:, :, :queries].contiguous() for x in (call.grad, call.out))
     lse, moved = torch.randn(shape), torch.randn(shape)
     lse[0, 0, 7] = -math.inf
     k, v = call.k.clone(), call.v.clone()
@@ -535,7 +526,7 @@ def test_the_forward_gives_what_softmax_does(home, name, stages):
     assert torch.allclose(lse, mass, rtol=1e-5, atol=1e-4)
     if flags["HAS_LOW"]:
         # As if outputs had been rounded.
-        kernels = module("kernels.forward", 1, 0)
+        kernels = module("kernels.primitives", 1, 0)
         assert torch.equal(low, kernels._taken(out, torch.bfloat16).to(torch.int8))
         got = kernels._given_back(out.bfloat16(), low, torch.bfloat16)
         assert torch.allclose(got, out, rtol=2**-15, atol=0.0)
@@ -556,7 +547,7 @@ def of_all_sizes():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_rounding_takes_comes_back(dtype):
-    kernels, x = module("kernels.forward", 1, 0), of_all_sizes()
+    kernels, x = module("kernels.primitives", 1, 0), of_all_sizes()
     rounded = x.to(dtype)
     taken = kernels._taken(x, dtype)
     assert torch.equal(taken, taken.to(torch.int8))

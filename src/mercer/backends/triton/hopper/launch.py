@@ -176,18 +176,14 @@ def _share(p: Plan) -> int:
 
 
 def keys(
-    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], dband: Tensor | None,
-    own_v: Tensor, other: int,
+    x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], dband: Tensor | None
 ) -> None:  # fmt: skip
-    """The pass over keys.
-
-    `other`: the query at a key's place has a value for itself (1), and a key, too (2).
-    """
+    """The pass over keys."""
     c, banded = p.constants, dband is not None
     pairs = x.v if dband is None else _of(dband, GROUP)
-    tensors = _tensors(x, p, ready, rows, of_keys, pairs, _of(own_v) if other else x.v)
+    tensors = _tensors(x, p, ready, rows, of_keys, pairs)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
-        launch = _keys(p, part, store=2 * banded, banded=banded, other=other)
+        launch = _keys(p, part, store=2 * banded, banded=banded)
         launch(tensors, (*p.numbers(x.seed), *_order(p), 0, 0))
 
 
@@ -209,7 +205,7 @@ def all_passes(
     if joins(p, lse):
         _join(x, p, ready, rows, of_keys, dq[0], pairs, done, lse)
         return []
-    tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), x.v)
+    tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP))
     lengths = tensors[8]
     bm, bn, *_ = _to_queries(p)
     shares, scales = _shares(p, lse), []
@@ -273,7 +269,7 @@ def _join(
     """The pass over keys that forms gradients of queries, too, from what it stores."""
     counted = rows.delta, rows.delta, rows.delta, done
     joined = _of(dq), pairs
-    tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), x.v, counted, joined)
+    tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP), counted, joined)
     blocks, parts, last, _ = _order(p)
     # As many each time.
     together = -(-parts // -(-parts // _at_once(p)))
@@ -324,7 +320,7 @@ def one_pass(
         (*numbers, cleared),
     )  # fmt: skip
     found = _of(whole, GROUP, 32)
-    tensors = _tensors(x, p, ready, rows, of_keys, found, x.v, (bounds, most, shares, begun))
+    tensors = _tensors(x, p, ready, rows, of_keys, found, (bounds, most, shares, begun))
     _keys(p, 0, summed=True, fresh=cleared > 0)(tensors, (*numbers, *order, 0, 0))
     alike = slot.wants and not each
     dscale = delta.new_empty(heads if alike else 0)
@@ -413,7 +409,7 @@ def _aligned(length: int) -> int:
 
 def _tensors(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], pairs: Any,
-    own_v: Any, bounds: tuple[Tensor, ...] = (), joined: tuple[Any, ...] = (),
+    bounds: tuple[Tensor, ...] = (), joined: tuple[Any, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _, counters = rows
     bounds = bounds or (delta, delta, delta, counters)
@@ -424,17 +420,17 @@ def _tensors(
     return (
         _of(x.q[0]), _of(x.k[0]), q1, k1, _of(x.v), tiles, x.scale[0], ready.col0,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids, _of(grad_out),
-        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), *(joined or (x.v, x.v)), dcol[0], own_v,
+        lse2, delta, pairs, _of(dk[0]), dk1, _of(dv), *(joined or (x.v, x.v)), dcol[0],
         *bounds, counters, ds[0],
     )  # fmt: skip
 
 
 def _keys(
     p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
-    other: int = 0, summed: bool = False, fresh: bool = False, by_keys: bool = False,
+    summed: bool = False, fresh: bool = False, by_keys: bool = False,
     joined: bool = False,
 ) -> Launch:  # fmt: skip
-    key = ("groups", part, heads, store, banded, other, summed, fresh, by_keys, joined)
+    key = ("groups", part, heads, store, banded, summed, fresh, by_keys, joined)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -455,7 +451,7 @@ def _keys(
     # Otherwise numbers per key lie beside the keys, of two turns at most.
     left -= 2 * 2 * 4 * GROUP * (c["HAS_COL0"] and not sides)
     step = GROUP * (row + 4 * GROUP * banded + (8 + 2 * 16 if sides else 12))
-    kept = 2 * GROUP * (row + 2 * c["V"] * (other == 1))
+    kept = 2 * GROUP * row
     blocks, parts, *_ = _order(p, heads)
     # Where there is room, the next keys come while these are at work. Pairs that are read again lie
     # with the keys of one turn.
@@ -463,7 +459,7 @@ def _keys(
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
-        "SUMMED": summed, "BANDED": banded, "OTHER": other,
+        "SUMMED": summed, "BANDED": banded,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
         "SIDES": sides, "FRESH": fresh, "BY_KEYS": by_keys or summed,
         "JOINED": joined,

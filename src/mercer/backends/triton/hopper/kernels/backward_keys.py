@@ -21,19 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.backward import _counted
-from ...kernels.forward import (
-    COLUMNS,
-    LOG2E,
-    _columns,
-    _finite,
-    _first_place,
-    _grown,
-    _query_blocks,
-    _query_range,
-    _stretch,
-    _visible,
-)
+from ...kernels.gradients import _counted
+from ...kernels.primitives import COLUMNS, LOG2E, _columns, _finite
+from ...kernels.scores import _grown
+from ...kernels.visibility import _first_place, _query_blocks, _query_range, _stretch, _visible
 from .dq_fixed_point import _blocks, _bound, _fixed, _reference_within
 from .dq_in_pass import _copy_pairs, _gather, _say_stored, _sorted, _wait_stored
 from .primitives import (
@@ -302,12 +293,12 @@ def _copy_steps(
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr, LAID: gl.constexpr,
+    SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr, LAID: gl.constexpr,
     SUM0: gl.constexpr, JOINED: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
-        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, PAIRS, STORED, found, panels, k0s, k1s, vs, ys, along, q0s, q1s,
+        Q0, K0, Q1, K1, V_, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, PAIRS, STORED, found, panels, k0s, k1s, vs, along, q0s, q1s,
         gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
         group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
@@ -348,13 +339,11 @@ def _copy(
                 if LAID:
                     c = _per_key(C0, scb0, sch0, gc0, b, h, key, num_keys, NOTE)
                 mbarrier.wait(free.index(at), ((turn // BUFFERS) & 1) ^ 1)
-                mbarrier.expect(ready.index(at), OWN * 2 * (E0 + E1 + V + (V if OTHER == 1 else 0)))
+                mbarrier.expect(ready.index(at), OWN * 2 * (E0 + E1 + V))
                 load(K0, [bk0, h // group0, key, 0], ready.index(at), k0s.index(_at(at, 0, JOINED)))
                 if E1 > 0:
                     load(K1, [bk1, h // group1, key, 0], ready.index(at), k1s.index(at))
                 load(V_, [bv, h // group_v, key, 0], ready.index(at), vs.index(_at(at, 1, JOINED)))
-                if OTHER == 1:
-                    load(OWN_V, [b, h, key, 0], ready.index(at), ys.index(at))
                 if LAID:
                     along.index(at).store(c)
                     mbarrier.arrive(ready.index(at), count=1)
@@ -577,11 +566,11 @@ def _seen(
 
 @gluon.jit
 def _span(
-    begin, end, done, dk0, dk1, dv, dc, k0, k1, v, y, c, factor, j, start, b, place, first, lengths, ids,
+    begin, end, done, dk0, dk1, dv, dc, k0, k1, v, c, factor, j, start, b, place, first, lengths, ids,
     stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key, STORED, lines, final,
     E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
     FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr,
+    SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr,
     SUMSV: gl.constexpr, SIDES: gl.constexpr, JOINED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """The blocks of queries from begin to end; all pairs lie transposed, [keys, queries].
@@ -608,14 +597,11 @@ def _span(
         dp = warpgroup_mma(v, gs.index(s).permute((1, 0)), delta, use_acc=not SIDES, is_async=True)
         if SIDES:
             dp = warpgroup_mma(ones, sides.index(s).permute((1, 0)), dp, is_async=True)
-        if MASK and OTHER == 1:
-            other = warpgroup_mma(y, gs.index(s).permute((1, 0)), delta, is_async=True)
-            t, dp, other = warpgroup_mma_wait(0, (t, dp, other))
         # Read before anything is waited for, where there are registers for it.
-        if MODE0 == 2 and not (MASK and OTHER == 1):
+        if MODE0 == 2:
             t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
         lse2 = _beside(rows, s, MASSES, SIDES).load(ACROSS)[None, :]
-        if MODE0 < 2 and not (MASK and OTHER == 1):
+        if MODE0 < 2:
             t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
         if MODE0 == 2:
             scale = _beside(rows, s, SCALES, SIDES).load(ACROSS)[None, :]
@@ -626,22 +612,12 @@ def _span(
             e += biases.index(s * 2 + own).permute((1, 0)).load(SCORES).to(gl.float32)
         if MASK:
             at = start + (final - step if JOINED else step) * BLOCK + place
-            i = at + gl.arange(0, BLOCK, ACROSS)
             seen = _seen(at, j, b, first, lengths, ids, stride_ids, num_keys, FILTER, ACROSS)
-            if OTHER == 1:
-                same = i[None, :] == j[:, None]
-            elif OTHER == 2:
-                seen = seen & (i[None, :] != j[:, None])
             e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)
-        if not (MASK and OTHER == 1):
-            dp = warpgroup_mma_wait(0, (dp,))
+        dp = warpgroup_mma_wait(0, (dp,))
         if PART != 2:
-            w = p
-            if MASK and OTHER == 1:
-                dp = gl.where(same, other, dp)
-                w = gl.where(same, 0.0, p)
-            weights = gl.convert_layout(w.to(DTYPE), gl.DotOperandLayout(0, SUMSV, 2))
+            weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMSV, 2))
             dv = warpgroup_mma(weights, gs.index(s), warpgroup_mma_init(dv), is_async=True)
         u = dp * p
         if MASK:
@@ -708,13 +684,13 @@ def _multiply(
     own, inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
-    STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
+    STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr,
     HELD: gl.constexpr, SIDES: gl.constexpr, BY_KEYS: gl.constexpr, LAID: gl.constexpr, SUM0: gl.constexpr,
     JOINED: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that multiply, with its 64 keys, or queries."""
     (
-        DK0, DK1, DV, DQ, C0, DC0, DS0, LENGTHS, IDS, PAIRS, STORED, LEFT, across, found, panels, k0s, k1s, vs, ys, all_along, q0s, q1s, gs, all_pairs, biases,
+        DK0, DK1, DV, DQ, C0, DC0, DS0, LENGTHS, IDS, PAIRS, STORED, LEFT, across, found, panels, k0s, k1s, vs, all_along, q0s, q1s, gs, all_pairs, biases,
         rows, cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, scb0, sch0, gc0,
         stride_ids, blocks, parts, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
@@ -784,7 +760,7 @@ def _multiply(
                 sure_start = end
                 sure_stop = end
             k0, k1 = k0s.index(_at(at, 0, JOINED)), k1s.index(at)
-            v, y = vs.index(_at(at, 1, JOINED)), ys.index(at)
+            v = vs.index(_at(at, 1, JOINED))
             j = first_key + gl.arange(0, OWN, DOWN)
             factor = head0 * LOG2E
             dcs = _within(gl.zeros([OWN, BLOCK], gl.float32, SCORES))
@@ -837,10 +813,10 @@ def _multiply(
                     left, right = sure_stop, end
                 if WHOLE or span == 0:
                     dk0, dk1, dv, dcs = _span(
-                        left, right, done, dk0, dk1, dv, dcs, a, a1, w, y, c, factor, j, start, b, place, first,
+                        left, right, done, dk0, dk1, dv, dcs, a, a1, w, c, factor, j, start, b, place, first,
                         LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
                         biases, own, h, part, first_key, STORED, lines, steps - 1, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
-                        STORE, SUMMED, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV, SIDES, JOINED, span == 0,
+                        STORE, SUMMED, BANDED, SCORES, SUMS0, SUMS1, SUMSV, SIDES, JOINED, span == 0,
                     )  # fmt: skip
             if SUMMED:
                 _give_none(
@@ -940,7 +916,7 @@ def _multiply(
     ]
 )
 def backward_keys(
-    Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DQ, LEFT, DC0, OWN_V,
+    Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DQ, LEFT, DC0,
     BOUNDS, MOST, SHARES, BEGUN, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
@@ -949,7 +925,7 @@ def backward_keys(
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, HELD: gl.constexpr, SIDES: gl.constexpr, FRESH: gl.constexpr, BY_KEYS: gl.constexpr,
+    HELD: gl.constexpr, SIDES: gl.constexpr, FRESH: gl.constexpr, BY_KEYS: gl.constexpr,
     JOINED: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
@@ -966,7 +942,6 @@ def backward_keys(
     for the last heads alone, and BEGUN, of each block of queries, is 0 for all others. That takes a causal
     window, and as many queries as keys: a key at the place of a query is seen by it.
     BY_KEYS: what queries have of the gradient of their head's scale comes from keys, of which that is the same.
-    OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
     A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
     drawn so far at the place `offset`, and for a second pass, of the second slot, at the next.
     """
@@ -1004,9 +979,6 @@ def backward_keys(
     along = k0s
     if LAID:
         along = gl.allocate_shared_memory(gl.float32, [GROUPS, OWN], PLAIN)
-    ys = k0s
-    if OTHER == 1:
-        ys = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, V], HALF)
     biases = k0s
     if BANDED:
         biases = gl.allocate_shared_memory(TILES.dtype, [STAGES * 2, BLOCK, OWN], HALF)
@@ -1052,13 +1024,13 @@ def backward_keys(
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
     multiply = (
-        DK0, DK1, DV, DQ, C0, DC0, DS0, LENGTHS, IDS, PAIRS, BEGUN, LEFT, across, found, panels, k0s, k1s, vs, ys, along, q0s, q1s, gs, pairs, biases, rows,
+        DK0, DK1, DV, DQ, C0, DC0, DS0, LENGTHS, IDS, PAIRS, BEGUN, LEFT, across, found, panels, k0s, k1s, vs, along, q0s, q1s, gs, pairs, biases, rows,
         cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, scb0, sch0, gc0, stride_ids,
         blocks, parts, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     copy = (
-        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, PAIRS, BEGUN, found, panels, k0s, k1s, vs,
-        ys, along, q0s, q1s, gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
+        Q0, K0, Q1, K1, V_, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, PAIRS, BEGUN, found, panels, k0s, k1s, vs,
+        along, q0s, q1s, gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
         group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     summed = (
@@ -1068,14 +1040,14 @@ def backward_keys(
     if SUMMED:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, LAID, SUM0, JOINED)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, SIDES, PART, FRESH, LAID, SUM0, JOINED)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
                 )),
                 (_sum, (summed, E0, BUFFERS, MODE0 == 2 and WANT0, FRESH)),
             ],
@@ -1085,14 +1057,14 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, LAID, SUM0, JOINED)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, SIDES, PART, FRESH, LAID, SUM0, JOINED)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
                 )),
             ],
             [4, 4],
