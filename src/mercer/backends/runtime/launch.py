@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,23 +28,6 @@ if TYPE_CHECKING:
 # Triton's own interpreter, in which the tests run these kernels on a CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_local = threading.local()
-
-
-def listening() -> Callable[..., None] | None:
-    """What hears of the launches of this thread."""
-    return getattr(_local, "listener", None)
-
-
-@contextlib.contextmanager
-def heard(listener: Callable[..., None]) -> Iterator[None]:
-    """With it, `listener` is told of every launch before it starts."""
-    _local.listener = listener
-    try:
-        yield
-    finally:
-        _local.listener = None
-
 
 @dataclass(eq=False)
 class Launch:
@@ -62,8 +43,6 @@ class Launch:
     caches: bool = False
 
     def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
-        if (listener := listening()) is not None:
-            listener(self, tensors, numbers)
         if INTERPRETED:
             self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
             return

@@ -12,8 +12,6 @@ inside them one opaque operator each way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +21,6 @@ from torch import Tensor
 from ...opaque.operators import fake, learns, operator
 from ...term.layout import accumulator
 from ..runtime.launch import INTERPRETED
-from ..runtime.replay import play
 from ..triton.backend import INSTALLED
 from ..triton.plan import by_tokens, empty
 from . import launch as taps_launch
@@ -170,8 +167,7 @@ class _Fused(torch.autograd.Function):
         value_taps: Tensor | None, call: Call, chosen: int,
     ) -> Tensor:  # fmt: skip
         given = (q, k, v, key_taps, value_taps)
-        found = _play("taps", (call, chosen), given, partial(_forward, call, chosen))
-        kept, rest = Kept(*found[:KEPT]), found[KEPT:]
+        kept, rest = forward(*given, call, chosen)
         ctx.call, ctx.rest = call, tuple(None if isinstance(x, Tensor) else x for x in rest)
         tensors = (x if isinstance(x, Tensor) else None for x in rest)
         ctx.save_for_backward(q, *kept.raw(k, v), key_taps, value_taps, *kept, *tensors)
@@ -180,37 +176,10 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _play(
-            "taps backward", (ctx.call, ctx.rest), (grad, *ctx.saved_tensors),
-            partial(_backward, ctx.call, ctx.rest),
-        )  # fmt: skip
-        return *found, None, None
-
-
-def _play(
-    name: str, options: Any, tensors: Sequence[Tensor | None], run: Callable[..., Sequence[Any]]
-) -> list[Any]:
-    """run(*tensors), on a GPU perhaps by the tape of an earlier call."""
-    first = next(x for x in tensors if x is not None)
-    taped = first.is_cuda or INTERPRETED
-    return play(name, options, tensors, run) if taped else list(run(*tensors))
-
-
-def _forward(
-    call: Call, chosen: int, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
-    value_taps: Tensor | None,
-) -> list[Any]:  # fmt: skip
-    kept, rest = forward(q, k, v, key_taps, value_taps, call, chosen)
-    return [*kept, *rest]
-
-
-def _backward(
-    call: Call, rest: tuple[Any, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    key_taps: Tensor | None, value_taps: Tensor | None, *saved: Any,
-) -> list[Any]:  # fmt: skip
-    """`rest` comes without its tensors: those are `saved` last."""
-    whole = tuple(x if y is None else y for x, y in zip(rest, saved[KEPT:], strict=True))
-    return [*backward(grad, q, k, v, key_taps, value_taps, Kept(*saved[:KEPT]), whole, call)]
+        q, k, v, key_taps, value_taps, *saved = ctx.saved_tensors
+        kept, tensors = Kept(*saved[:KEPT]), saved[KEPT:]
+        rest = tuple(x if y is None else y for x, y in zip(ctx.rest, tensors, strict=True))
+        return *backward(grad, q, k, v, key_taps, value_taps, kept, rest, ctx.call), None, None
 
 
 @operator
@@ -224,16 +193,6 @@ def smooth_taps(
     """
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
     chosen = _choice(q, k, v, call) or FLASH
-    return _play(
-        "taps alone", (call, chosen, tokens), (q, k, v, key_taps, value_taps),
-        partial(_forward_alone, call, chosen, tokens),
-    )  # fmt: skip
-
-
-def _forward_alone(
-    call: Call, chosen: int, tokens: bool, q: Tensor, k: Tensor, v: Tensor,
-    key_taps: Tensor | None, value_taps: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
     kept, _ = forward(q, k, v, key_taps, value_taps, call, chosen)
     out, kt, vt, keys, values, lse, far_lse, scores = kept
     # An operator does not give back what came.
@@ -290,17 +249,7 @@ def smooth_taps_backward(
     """The backward for compiled graphs: of q, k, v and of the taps that there are."""
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
     chosen = _choice(q, k, v, call) or FLASH
-    return _play(
-        "taps alone, backward", (call, chosen, tokens),
-        (grad, q, k, v, key_taps, value_taps, *made),
-        partial(_backward_alone, call, chosen, tokens),
-    )  # fmt: skip
-
-
-def _backward_alone(
-    call: Call, chosen: int, tokens: bool, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    key_taps: Tensor | None, value_taps: Tensor | None, out: Tensor, *others: Tensor,
-) -> list[Tensor]:  # fmt: skip
+    out, *others = made
     kept = Kept(out, *(x if x.numel() else None for x in others))
     rest: tuple[Any, ...] = ()
     if kept.far_lse is not None and q.is_cuda:
@@ -413,7 +362,7 @@ def gather(table: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
 
 def _take(table: Tensor, ids: Tensor) -> list[Tensor]:
     if INSTALLED and ids.numel() and (ids.is_cuda or INTERPRETED):
-        return play("take", None, (table, ids), taps_launch.take)
+        return taps_launch.take(table, ids)
     # Faster than table[ids], which takes any number of indices.
     found = table.index_select(0, ids.reshape(-1)).view(*ids.shape, *table.shape[1:])
     return list(found.unbind(2))
@@ -423,13 +372,8 @@ def _sum(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
     """The gradient of a table of so many rows."""
     single = grads[0].dtype != torch.float64
     if single and ids.numel() and INSTALLED and (ids.is_cuda or INTERPRETED):
-        (found,) = play("sum", count, (ids, *grads), partial(_sum_fast, count))
-        return found
+        return taps_launch.sum_by_id(grads, ids, count)
     return sum_by_id(torch.stack(grads, 2).flatten(0, 1), ids.flatten(), count)
-
-
-def _sum_fast(count: int, ids: Tensor, *grads: Tensor) -> list[Tensor]:
-    return [taps_launch.sum_by_id(list(grads), ids, count)]
 
 
 class _Gather(torch.autograd.Function):
