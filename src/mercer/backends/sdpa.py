@@ -1,8 +1,7 @@
 """torch's scaled_dot_product_attention for every term that is one plain dot product.
 
-The lift is exact: q' = [scale q, scale], k' = [k, col]. In half precision the number per key must
-not be rounded, so it is written as three numbers of that precision whose sum it is, and so is the
-scale that multiplies it.
+The lift is exact: q' = [scale q, scale], k' = [k, col]. In half precision a number per key and its
+scale are each split into three numbers of that precision, so that nothing is rounded.
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ def flash_with_mass(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
-    # Both lie token by token, whatever q does; a compiled graph must know how.
+    # A compiled graph must know the layout: contiguous for any layout of q.
     return out.contiguous(), lse.contiguous()
 
 

@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When it fits, which backends to try, and where that comes from; None means: whatever."""
+    """When it fits, which backends to try, and where that was measured; None: no condition."""
 
     kind: str | None = None
     half: bool | None = None

@@ -1,4 +1,4 @@
-"""Filters of layers from a pattern, such as short and long windows in turn."""
+"""Filters of the layers of a model, from a pattern of short and long windows."""
 
 from __future__ import annotations
 

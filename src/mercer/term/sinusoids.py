@@ -26,7 +26,7 @@ def sinusoid(
 
     Angles are in float64; for bfloat16 and up to some ten thousand places, float32 will do.
     """
-    # A compiler would form them again beside everything they are added to.
+    # In line, a compiler would compute them again for each tensor they are added to.
     form = form_sinusoid if torch.compiler.is_compiling() else _form_sinusoid
     return form(places, width, base, dtype, wide)
 
@@ -57,7 +57,7 @@ def _(places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool) -
 def run_of_sinusoids(
     first: int, stop: int, width: int, base: float, like: Tensor, *, wide: bool = True
 ) -> Tensor:
-    """Those of the places from first to stop, in the dtype of `like`, kept for the next call."""
+    """Sinusoids of the places from first to stop, in the dtype of `like`, cached."""
     if torch.compiler.is_compiling():
         return copy_sinusoids(first, stop, width, base, like.detach(), wide)
     return _kept_sinusoids(first, stop, width, base, like, wide)
@@ -82,10 +82,10 @@ def _form_run(first: int, stop: int, width: int, base: float, like: Tensor, wide
 def copy_sinusoids(
     first: int, stop: int, width: int, base: float, like: Tensor, wide: bool
 ) -> Tensor:
-    # Graphs that compiled code captures have memory of their own, which is not ours to keep.
+    # A captured graph of compiled code has its own memory pool, so the cache must not hold it.
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         return _form_run(first, stop, width, base, like, wide)
-    # Compiled code may write to what an operator gives.
+    # Compiled code may write to the output of an operator.
     return _kept_sinusoids(first, stop, width, base, like, wide).clone()
 
 

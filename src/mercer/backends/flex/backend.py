@@ -1,8 +1,8 @@
-"""torch's FlexAttention: a term of one dot product, with any filter, yours too.
+"""torch's FlexAttention: a term of one dot product, with any filter, a user's too.
 
-What this must meet: it runs compiled or raises, since uncompiled it forms all pairs; the number per
-key, scales, rows and tables are captured in float32; and no captured tensor needs a gradient, which
-torch gathers by atomics, slowly and never twice the same.
+It runs compiled or raises, since uncompiled it forms all pairs. Numbers per key, scales, rows and
+tables are captured in float32. No captured tensor may need a gradient: torch sums such gradients by
+atomics, which is slow and gives other bits in every run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ name = "flex"
 dense_mask = False
 LINKS = (Power, Rational, Matern12, Matern32, Matern52)
 MAX_WIDTH = 256
-# How many queries at a time are asked whether they see a key that is not finite.
+# Rows of the mask that are formed at a time to find queries that see a key that is not finite.
 ROWS = 1024
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 INSTALLED = importlib.util.find_spec("triton") is not None
-# How often one structure may be compiled: for other lengths, with and without gradients, and so on.
+# How often one structure may be compiled, for example for other lengths or without gradients.
 VARIANTS = 32
 COMPILER = "inductor"
 MASKS = 16
@@ -74,10 +74,10 @@ def compiled_for(task: Task) -> Compiled:
     """The function of the structure of this task."""
     key = _structure(task)
     if key not in structures:
-        # What dynamo learns of changing lengths it keeps by name.
+        # Dynamo remembers which lengths change by the name of the code object.
         code = _attend.__code__.replace(co_name=f"attend_{len(structures)}")
         own = FunctionType(code, _attend.__globals__)
-        # On CPU what torch 2.13 generates for any length does not compile: so a length at a time.
+        # On CPU, code of torch 2.13 for dynamic lengths does not compile, so lengths are static.
         dynamic = False if task.device.type == "cpu" and COMPILER == "inductor" else None
         compiled = torch.compile(own, fullgraph=True, backend=COMPILER, dynamic=dynamic)
         structures[key] = Compiled(compiled)
@@ -85,7 +85,7 @@ def compiled_for(task: Task) -> Compiled:
 
 
 def _structure(task: Task) -> tuple[object, ...]:
-    """All that asks for a kernel of its own, whatever the lengths."""
+    """What needs a compiled function of its own; lengths do not."""
     term = task.term
     bias = term.relative
     rule = re.sub(r"\d+", "#", task.filter.simplify(task.num_queries, task.num_keys).encode([]))
