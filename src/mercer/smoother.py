@@ -5,8 +5,8 @@
 
 w is a kernel, M a filter. `reference` is this formula, dense. It specifies everything else.
 `smooth` gives the same numbers from the fastest backend that takes the kernel. A row that sees
-nothing gives 0 and log_mass = -inf. NaN or infinity in an input gives NaN in the rows that see it, and nowhere
-else. The last query is aligned with the last key.
+nothing gives 0 and log_mass = -inf. NaN or infinity in an input gives NaN in the rows that see it,
+and nowhere else. The last query is aligned with the last key.
 
 Letters, everywhere: B batch, H heads, Q queries, K keys, D features of a head, V values.
 """
