@@ -99,7 +99,7 @@ def launch_of(
     found = p.launches.get(key)
     if found is not None:
         return found
-    from ..triton.kernels import backward as triton_backward
+    from ..triton.kernels import backward_keys, backward_queries
     from ..triton.kernels import forward as triton_kernels
 
     sizes = sizes_of("split" if parts else kind, p)
@@ -116,14 +116,14 @@ def launch_of(
         flags |= {"INSIDE0": inside[0], "INSIDE1": inside[1], "SUMMED": p.static.summed}
         flags |= {"FAST": 0, "GROUPED": p.static.grouped}
     else:
-        kernel = triton_backward.backward_keys
+        kernel = backward_keys.backward_keys
         flags |= {
             "NORM0": slots[0].norm, "NORM1": two and slots[-1].norm,
             "WANT0": slots[0].wants, "WANT1": two and slots[-1].wants,
             "SAVE_COL0": slots[0].saves, "SAVE_COL1": two and slots[-1].saves,
         }  # fmt: skip
         if kind == "queries":
-            kernel = triton_backward.backward_queries
+            kernel = backward_queries.backward_queries
             flags["SPREAD"] = spread
             flags |= {"CUT": cut, "HAS_LSE": lse, "FIRST": not add}
             flags["HAS_LOW"] = low
