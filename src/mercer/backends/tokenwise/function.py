@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
 from ...term.layout import accumulator
-from ..runtime.launch import INTERPRETED
-from ..triton.backend import INSTALLED
-from ..triton.plan import by_tokens, empty
+from ..runtime.device import INSTALLED, INTERPRETED
+from ..triton.layout import by_tokens, empty
 from . import launch as taps_launch
 from . import plain as plain_taps
 from .plain import Call

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import Launch
-from ..triton.plan import room
+from ..triton.layout import next_power_of_two
 from .plain import Call, Near, Pair
 from .taps import visible
 
@@ -68,7 +68,7 @@ def _size(kernel: Tensor | None) -> torch.Size | None:
 
 def _grid(name: str, x: Tensor) -> tuple[int, tuple[int, int]]:
     """Places of a block, and the grid over x, [B, H, T, D]."""
-    rows = max(8, SIZES[name][0] * 64 // max(64, room(x.shape[3])))
+    rows = max(8, SIZES[name][0] * 64 // max(64, next_power_of_two(x.shape[3])))
     return rows, (-(-x.shape[2] // rows), x.shape[0] * x.shape[1])
 
 
@@ -189,7 +189,7 @@ def convolve(
             *k.stride()[:3], *v.stride()[:3], *k.shape[1:], _per_head(keys), _per_head(values)
         )  # fmt: skip
         targets = _target(keys, call, "K") | _target(values, call, "V") | _rule(call)
-        return grid, numbers, targets | {"D": room(k.shape[3]), "BM": rows}
+        return grid, numbers, targets | {"D": next_power_of_two(k.shape[3]), "BM": rows}
 
     key = ("convolve", *_kind(k), v.stride(), _size(keys), _size(values), call)
     weights = (k if keys is None else keys, v if values is None else values)
@@ -218,7 +218,7 @@ def merge(
         targets = _target(keys, call, "K", "RSC") | _target(values, call, "V", "RSC")
         return grid, numbers, targets | _rule(call) | {
             "HAS_FAR": far is not None, "CAUSAL": call.causal,
-            "BLOCKS": 1 << (blocks - 1).bit_length(), "D": room(q.shape[3]), "BM": rows,
+            "BLOCKS": 1 << (blocks - 1).bit_length(), "D": next_power_of_two(q.shape[3]), "BM": rows,
         }  # fmt: skip
 
     key = (
@@ -255,7 +255,7 @@ def backward(
             strides = (s for x in (v, grad, out) for s in x.stride()[:3])
             numbers = (*strides, *q.shape[1:], _per_head(values))
             constants = _target(values, call, "V", "RSC") | rule
-            return grid, numbers, constants | {"D": room(width), "BM": rows}
+            return grid, numbers, constants | {"D": next_power_of_two(width), "BM": rows}
 
         key = ("pulls", *_kind(v), grad.stride(), out.stride(), _size(values), call)
         _start(key, (v, wv, grad, out, lse, blank, shares, pulls), make_pulls)
@@ -276,7 +276,7 @@ def backward(
         )  # fmt: skip
         return grid, numbers, _target(keys, call, "K") | _target(values, call, "V") | rule | {
             "NORMAL": call.temperature is not None, "HAS_FAR": far is not None, "ALONE": alone,
-            "D": room(width), "BM": rows,
+            "D": next_power_of_two(width), "BM": rows,
         }  # fmt: skip
 
     own: tuple[Any, ...] = (
