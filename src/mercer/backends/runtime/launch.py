@@ -39,13 +39,13 @@ def listening() -> Callable[..., None] | None:
 
 
 @contextlib.contextmanager
-def heard(listener: Callable[..., None]) -> Iterator[None]:
+def heard(listener: Callable[..., None] | None) -> Iterator[None]:
     """With it, `listener` is told of every launch before it starts."""
-    _local.listener = listener
+    before, _local.listener = listening(), listener
     try:
         yield
     finally:
-        _local.listener = None
+        _local.listener = before
 
 
 @dataclass(eq=False)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,6 @@ from ..runtime.launch import INTERPRETED, NO_OWN, Launch, helper, launch_of
 from . import decode_shared as sharing
 from . import tables as bands
 from .block_sizes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES, are_few
-from .hopper import launch as hopper
 from .plan import (
     NO_LOG,
     Inputs,
@@ -41,6 +42,17 @@ from .plan import (
 )
 
 LOG2E = math.log2(math.e)
+
+
+def _find_tier() -> Any:
+    """The kernels for Hopper GPUs, or None where that folder is not installed."""
+    found = find_spec(f"{__package__}.hopper")
+    # An empty folder is found, too, but has no origin.
+    missing = found is None or found.origin is None
+    return None if missing else import_module(f"{__package__}.hopper.tier")
+
+
+TIER = _find_tier()
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
 # pass over the keys for each slot.
 ROOM = 512
@@ -101,8 +113,7 @@ def prepare(
         mode = static.slots[0].mode
         wanted = spread and cols[0].numel() > 0
         columns = _columns(cols[0], x.v.dtype, mode) if wanted else cols[0]
-    none = band.new_empty(0, dtype=torch.float32)
-    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, none, band)
+    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, band)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
@@ -180,8 +191,6 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     ready = prepare(x, static, bands.form(x.bias, static, v))
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
-    if not others and hopper.says_tops(p):
-        ready = ready._replace(tops=hopper.empty_tops(p, v))
     out, low, lse = forward_of(x, p, ready, keeps=keeps)
     for other in others:
         far = forward_of(x, other, ready, keeps=keeps)
@@ -260,8 +269,8 @@ def forward_of(
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = empty_low(out, keeps)
-    if not parts and own is None and hopper.forwards(p):
-        hopper.forward(x, p, ready, out, low, lse)
+    plain = TIER is not None and not parts and own is None
+    if plain and TIER.forward(x, p, ready, out, low, lse, _outcome):
         return out, low, lse
     targets = (out, low, lse)
     if parts > 1:
@@ -348,22 +357,23 @@ def backward(
     of_bias: list[Tensor] = []
     banded = given.bias.rows is not None and stores(p)
     whole = len(plans) == 1
-    stored, summed = whole and hopper.stores(p, grad_out), whole and hopper.sums(p, grad_out)
-    if banded or stored:
-        blocks = -(-num_queries // 64)
-        done = lse.new_empty(batch * heads, blocks, dtype=torch.int32)
+    way = TIER.way(x, p, grad_out, _outcome) if whole and TIER is not None else ""
+    if banded or way == "stores":
         helper(
-            "deltas", (blocks, batch * heads, 1),
+            "deltas", (-(-num_queries // 64), batch * heads, 1),
             {"WIDTH": room(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
-            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters, done),
+            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters),
             (heads, num_queries, width),
         )  # fmt: skip
-    scales: list[Tensor] = []
-    if summed:
-        scales = [hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)]
-    elif stored:
-        scales = hopper.all_passes(x, p, ready, rows, of_keys, within, done, given_lse)
+    scales: list[Tensor] | None = None
+    if way == "sums":
+        scales = TIER.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)
+    elif way == "stores":
+        scales = TIER.all_passes(x, p, ready, rows, of_keys, within, given_lse)
+    alone = way == "stores" and scales is not None and TIER.scale_by_keys(p, given_lse)
+    if scales is not None:
+        pass
     elif banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
@@ -377,7 +387,6 @@ def backward(
         _reduced(y, to) if slot.keys or not n else _zeros(to)
         for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
     ]
-    alone = stored and hopper.scale_by_keys(p, given_lse)
     scales = scales or [
         _to_scales(y, to, slot, num_queries, alone)
         for y, to, slot in zip(ds, given.scale, slots, strict=True)
@@ -429,8 +438,9 @@ def _backward_keys(
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys
     (_, own_v, *_), strides, kind = _own(own, lse2, 2)
-    if not add and hopper.takes(p, grad_out, dband is not None):
-        return hopper.keys(x, p, ready, rows, of_keys, dband, own_v, kind[0])
+    plain = TIER is not None and not add and own is None
+    if plain and TIER.keys(x, p, ready, rows, of_keys, dband, _outcome):
+        return
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
         launch = launch_of(
@@ -445,6 +455,16 @@ def _backward_keys(
              dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1], own_v),
             (*p.numbers(x.seed), *strides[3:]),
         )  # fmt: skip
+
+
+def _outcome(x: Inputs, static: Static, backward_too: bool) -> list[Tensor]:
+    """What a call gives, or its gradients, by the kernels that this thread may use now."""
+    out, lse, low, ready = forward(x, static)
+    if not backward_too:
+        return [out, lse]
+    draw = torch.Generator(out.device).manual_seed(1)
+    grad = torch.randn(out.shape, generator=draw, device=out.device).to(out.dtype)
+    return backward(grad, None, out, lse, low, x, static, ready.band, ready)
 
 
 def _to_scales(sums: Tensor, given: Tensor, slot: Slot, num_queries: int, alone: bool) -> Tensor:

@@ -35,7 +35,6 @@ from ...kernels.forward import (
     _visible,
 )
 from .dq_fixed_point import _blocks, _bound, _fixed, _reference_within
-from .dq_in_pass import _copy_pairs, _gather, _say_stored, _sorted, _wait_stored
 from .primitives import (
     BLOCK,
     NOTE,
@@ -45,7 +44,6 @@ from .primitives import (
     _batch,
     _landed,
     _ones,
-    _range,
     _skip,
     _wait_for,
     _within,
@@ -82,8 +80,6 @@ TICKETS = gl.constexpr(4)
 FLAT = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 # Where a note has numbers of its head: the scale, and the first number per key.
 SCALE, REFERENCE = gl.constexpr(7), gl.constexpr(8)
-# Where it says that it is for queries.
-FOR_QUERIES = gl.constexpr(9)
 
 
 @gluon.jit
@@ -100,59 +96,33 @@ def _wait_begun(begun, count):
 @gluon.jit
 def _tile(
     ticket, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
-    FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr, JOINED: gl.constexpr,
+    FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
-    """Which keys of which head a ticket is for, and the blocks of queries that may see them.
-
-    JOINED: or which queries, and the blocks of keys that they may see.
-    """
-    second = False
-    if JOINED:
-        second, ticket = _sorted(ticket, blocks * parts, together, FILTER)
-        blocks = gl.where(second, (blocks + 1) // 2, blocks)
-        # Some heads together, from their ends on: so pairs of some queries are stored at about one time.
-        before = ticket // (together * blocks) * together
-        turn, count = ticket - before * blocks, gl.minimum(together, parts - before)
-        block, part = blocks - 1 - turn // count, before + turn % count
-    else:
-        # Head by head, but for the last ones: of those the first blocks come first, which most see.
-        rest = ticket - (parts - last) * blocks
-        along, head = ticket % blocks, ticket // blocks
-        if FRESH:
-            # Who begins the sums of queries comes before all that add to them, and some heads take turns, so
-            # that nobody has to wait.
-            turn = ticket % (together * blocks)
-            along = blocks - 1 - turn // together
-            head = ticket // (together * blocks) * together + turn % together
-        block = gl.where(rest < 0, along, rest // last)
-        part = gl.where(rest < 0, head, parts - last + rest % last)
+    """Which keys of which head a ticket is for, and the blocks of queries that may see them."""
+    # Head by head, but for the last ones: of those the first blocks come first, which most see.
+    rest = ticket - (parts - last) * blocks
+    along, head = ticket % blocks, ticket // blocks
+    if FRESH:
+        # Who begins the sums of queries comes before all that add to them, and some heads take turns, so
+        # that nobody has to wait.
+        turn = ticket % (together * blocks)
+        along = blocks - 1 - turn // together
+        head = ticket // (together * blocks) * together + turn % together
+    block = gl.where(rest < 0, along, rest // last)
+    part = gl.where(rest < 0, head, parts - last + rest % last)
     bh = part + offset
     low = block * (2 * OWN)
-    if JOINED:
-        low = gl.where(second, 2 * low, low)
     ALIGN: gl.constexpr = STORE * BLOCK if STORE > 0 else BLOCK
     start, stop = _query_blocks(
         low, bh // num_heads, first, LENGTHS, num_queries, num_keys, 2 * OWN, ALIGN, FILTER
     )
-    steps = (stop - start) // BLOCK
-    if JOINED:
-        key, count, _, _ = _range(
-            low, 4 * OWN, bh // num_heads, first, LENGTHS, num_queries, num_keys, FILTER
-        )
-        start, steps = gl.where(second, key, start), gl.where(second, count, steps)
-    return low, part, bh // num_heads, bh % num_heads, start, steps, second
-
-
-@gluon.jit
-def _tickets(blocks, parts, JOINED: gl.constexpr):
-    """How many tickets there are."""
-    return parts * (blocks + ((blocks + 1) // 2 if JOINED else 0))
+    return low, part, bh // num_heads, bh % num_heads, start, (stop - start) // BLOCK
 
 
 @gluon.jit
 def _tell(
     turn, about, FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr, MODE0: gl.constexpr,
-    SUM0: gl.constexpr, JOINED: gl.constexpr,
+    SUM0: gl.constexpr,
 ):  # fmt: skip
     """Draws the ticket for a turn; all groups of this program hear of it, and what it is for."""
     (
@@ -160,15 +130,13 @@ def _tell(
         S0, C0, ss0, scb0, sch0, gc0,
     ) = about  # fmt: skip
     ticket = gl.atomic_add(COUNTER, 1, sem="relaxed", scope="gpu")
-    low, part, b, h, start, steps, second = _tile(
-        gl.minimum(ticket, _tickets(blocks, parts, JOINED) - 1), blocks, parts, last, together, offset, num_heads,
-        num_queries, num_keys, first, LENGTHS, FILTER, STORE, FRESH, JOINED,
+    low, part, b, h, start, steps = _tile(
+        gl.minimum(ticket, blocks * parts - 1), blocks, parts, last, together, offset, num_heads,
+        num_queries, num_keys, first, LENGTHS, FILTER, STORE, FRESH,
     )  # fmt: skip
     n = gl.arange(0, 32, NOTE)
     note = gl.where(n == 0, ticket, gl.where(n == 1, low, gl.where(n == 2, part, b)))
     note = gl.where(n < 4, note, gl.where(n == 4, h, gl.where(n == 5, start, steps)))
-    if JOINED:
-        note = gl.where(n == FOR_QUERIES, second.to(gl.int32), note)
     # Numbers of the head by their bits.
     if MODE0 == 1:
         scale = gl.load(S0 + h * ss0)
@@ -179,7 +147,7 @@ def _tell(
     tickets.index(turn % TICKETS).store(note)
     barrier()
     mbarrier.arrive(told.index(turn % TICKETS), count=1)
-    return ticket, low, b, h, start, steps, second
+    return ticket, low, b, h, start, steps
 
 
 @gluon.jit
@@ -196,12 +164,6 @@ def _heard(turn, tickets):
     ticket, low, part = _said(note, 0), _said(note, 1), _said(note, 2)
     b, h, start, steps = _said(note, 3), _said(note, 4), _said(note, 5), _said(note, 6)
     return ticket, low, part, b, h, start, steps
-
-
-@gluon.jit
-def _is_for_queries(turn, tickets):
-    """Whether a ticket is."""
-    return _said(tickets.index(turn % TICKETS).load(NOTE), FOR_QUERIES) > 0
 
 
 @gluon.jit
@@ -223,12 +185,6 @@ def _per_key(C0, scb0, sch0, gc0, b, h, first_key, num_keys, LAYOUT: gl.constexp
     j = first_key + gl.arange(0, OWN, LAYOUT)
     col = C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0
     return gl.load(col + j, mask=j < num_keys, other=0.0, cache_modifier=".cg")
-
-
-@gluon.jit
-def _at(n, which: gl.constexpr, PACKED: gl.constexpr):
-    """Where a group's keys lie (0), or its values (1), which follow them if they are packed."""
-    return 2 * n + which if PACKED else n
 
 
 @gluon.jit
@@ -257,23 +213,19 @@ def _rows_of(first, S0, LSE2, DELTA, line, num_queries, MODE0: gl.constexpr, SID
 def _copy_steps(
     begin, end, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty, b0, b1, bt,
     b, h, line, start, first_key, num_queries, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr,
-    MODE0: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr, SIDES: gl.constexpr, BACK: gl.constexpr,
+    MODE0: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of queries from begin to end; `done` blocks have been copied for keys before.
-
-    BACK: from the last of them, where they start, to the first.
-    """
+    """Blocks of queries from begin to end; `done` blocks have been copied for keys before."""
     SIZE: gl.constexpr = BLOCK * 2
-    NEXT: gl.constexpr = -BLOCK if BACK else BLOCK
     lse2, delta, scale = _rows_of(
-        start + begin * NEXT, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
+        start + begin * BLOCK, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
     )
     for step in range(begin, end):
         s = (done + step) % STAGES
-        first = start + step * NEXT
+        first = start + step * BLOCK
         # Those of the next are on their way meanwhile.
         following = _rows_of(
-            gl.maximum(first + NEXT, 0) if BACK else first + NEXT, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
+            first + BLOCK, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
         )  # fmt: skip
         mbarrier.wait(empty.index(s), (((done + step) // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(s), SIZE * (E0 + E1 + V + (2 * OWN if BANDED else 0)))
@@ -302,13 +254,12 @@ def _copy_steps(
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr, LAID: gl.constexpr,
-    SUM0: gl.constexpr, JOINED: gl.constexpr,
+    SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr, LAID: gl.constexpr, SUM0: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
-        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, PAIRS, STORED, found, panels, k0s, k1s, vs, ys, along, q0s, q1s,
-        gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
+        Q0, K0, Q1, K1, V_, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, along, q0s, q1s, gs,
+        biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
         group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     done, turn = 0, 0
@@ -316,10 +267,8 @@ def _copy(
         COUNTERS + offset + (1 if PART == 2 else 0), tickets, told, blocks, parts, last, together, offset, num_heads,
         num_queries, num_keys, first, LENGTHS, S0, C0, ss0, scb0, sch0, gc0,
     )  # fmt: skip
-    ticket, low, b, h, start, steps, second = _tell(
-        turn, about, FILTER, STORE, FRESH, MODE0, SUM0, JOINED
-    )
-    while ticket < _tickets(blocks, parts, JOINED):
+    ticket, low, b, h, start, steps = _tell(turn, about, FILTER, STORE, FRESH, MODE0, SUM0)
+    while ticket < blocks * parts:
         line = (b * num_heads + h).to(gl.int64) * num_queries
         b0, b1, bt = _batch(sqb0, b), _batch(sqb1, b), _batch(stb, b)
         bk0, bk1, bv = _batch(skb0, b), _batch(skb1, b), _batch(svb, b)
@@ -327,56 +276,38 @@ def _copy(
         early = 0
         if BUFFERS == 1:
             early = gl.where(turn == 0, 0, gl.minimum(steps, STAGES))
-        part, hk = b * num_heads + h - offset, h // group0
-        begun = start + (steps - 1) * BLOCK if JOINED else start
-        if JOINED and second:
-            places = (b * num_heads + h) * _blocks(num_keys) + low // (4 * BLOCK)
-            _wait_stored(STORED + places, steps)
-        elif BUFFERS == 1:
+        if BUFFERS == 1:
             _copy_steps(
                 0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
-                b0, b1, bt, b, h, line, begun, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES, JOINED,
+                b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
             )  # fmt: skip
         for own in gl.static_range(2):
             at = (turn % BUFFERS) * 2 + own
-            if JOINED and second:
-                # Room for what these queries will get.
-                mbarrier.wait(free.index(at), ((turn // BUFFERS) & 1) ^ 1)
-                mbarrier.arrive(ready.index(at), count=2 if LAID else 1)
-            else:
-                key = low + own * OWN
-                if LAID:
-                    c = _per_key(C0, scb0, sch0, gc0, b, h, key, num_keys, NOTE)
-                mbarrier.wait(free.index(at), ((turn // BUFFERS) & 1) ^ 1)
-                mbarrier.expect(ready.index(at), OWN * 2 * (E0 + E1 + V + (V if OTHER == 1 else 0)))
-                load(K0, [bk0, h // group0, key, 0], ready.index(at), k0s.index(_at(at, 0, JOINED)))
-                if E1 > 0:
-                    load(K1, [bk1, h // group1, key, 0], ready.index(at), k1s.index(at))
-                load(V_, [bv, h // group_v, key, 0], ready.index(at), vs.index(_at(at, 1, JOINED)))
-                if OTHER == 1:
-                    load(OWN_V, [b, h, key, 0], ready.index(at), ys.index(at))
-                if LAID:
-                    along.index(at).store(c)
-                    mbarrier.arrive(ready.index(at), count=1)
-        if not FRESH and not JOINED:
+            key = low + own * OWN
+            if LAID:
+                c = _per_key(C0, scb0, sch0, gc0, b, h, key, num_keys, NOTE)
+            mbarrier.wait(free.index(at), ((turn // BUFFERS) & 1) ^ 1)
+            mbarrier.expect(ready.index(at), OWN * 2 * (E0 + E1 + V))
+            load(K0, [bk0, h // group0, key, 0], ready.index(at), k0s.index(at))
+            if E1 > 0:
+                load(K1, [bk1, h // group1, key, 0], ready.index(at), k1s.index(at))
+            load(V_, [bv, h // group_v, key, 0], ready.index(at), vs.index(at))
+            if LAID:
+                along.index(at).store(c)
+                mbarrier.arrive(ready.index(at), count=1)
+        if not FRESH:
             # Who copies has time for it now, and not before keys that others wait for.
-            following = _tell(turn + 1, about, FILTER, STORE, FRESH, MODE0, SUM0, JOINED)
-        if JOINED and second:
-            _copy_pairs(
-                done, PAIRS, K0, LENGTHS, q0s, found, panels, full, empty, bk0, hk, part, b, low, start, steps,
-                num_queries, num_keys, first, E0, FILTER, STAGES,
-            )  # fmt: skip
-        else:
-            _copy_steps(
-                early, steps, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
-                b0, b1, bt, b, h, line, begun, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES, JOINED,
-            )  # fmt: skip
+            following = _tell(turn + 1, about, FILTER, STORE, FRESH, MODE0, SUM0)
+        _copy_steps(
+            early, steps, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
+            b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
+        )  # fmt: skip
         done += steps
         turn += 1
-        if FRESH or JOINED:
+        if FRESH:
             # As late as may be: nobody should wait for who came first, but has yet to start.
-            following = _tell(turn, about, FILTER, STORE, FRESH, MODE0, SUM0, JOINED)
-        ticket, low, b, h, start, steps, second = following
+            following = _tell(turn, about, FILTER, STORE, FRESH, MODE0, SUM0)
+        ticket, low, b, h, start, steps = following
 
 
 @gluon.jit
@@ -577,18 +508,13 @@ def _seen(
 
 @gluon.jit
 def _span(
-    begin, end, done, dk0, dk1, dv, dc, k0, k1, v, y, c, factor, j, start, b, place, first, lengths, ids,
-    stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key, STORED, lines, final,
+    begin, end, done, dk0, dk1, dv, dc, k0, k1, v, c, factor, j, start, b, place, first, lengths, ids,
+    stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
     E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
     FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr,
-    SUMSV: gl.constexpr, SIDES: gl.constexpr, JOINED: gl.constexpr, FIRST: gl.constexpr,
+    SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr, SUMSV: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of queries from begin to end; all pairs lie transposed, [keys, queries].
-
-    JOINED: from the last block to the first; that all of four are stored is said with the next. FIRST: there is none
-    before these.
-    """
+    """The blocks of queries from begin to end; all pairs lie transposed, [keys, queries]."""
     DTYPE: gl.constexpr = q0s.dtype
     ACROSS: gl.constexpr = gl.SliceLayout(0, SCORES)
     for step in range(begin, end):
@@ -608,14 +534,11 @@ def _span(
         dp = warpgroup_mma(v, gs.index(s).permute((1, 0)), delta, use_acc=not SIDES, is_async=True)
         if SIDES:
             dp = warpgroup_mma(ones, sides.index(s).permute((1, 0)), dp, is_async=True)
-        if MASK and OTHER == 1:
-            other = warpgroup_mma(y, gs.index(s).permute((1, 0)), delta, is_async=True)
-            t, dp, other = warpgroup_mma_wait(0, (t, dp, other))
         # Read before anything is waited for, where there are registers for it.
-        if MODE0 == 2 and not (MASK and OTHER == 1):
+        if MODE0 == 2:
             t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
         lse2 = _beside(rows, s, MASSES, SIDES).load(ACROSS)[None, :]
-        if MODE0 < 2 and not (MASK and OTHER == 1):
+        if MODE0 < 2:
             t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
         if MODE0 == 2:
             scale = _beside(rows, s, SCALES, SIDES).load(ACROSS)[None, :]
@@ -625,23 +548,13 @@ def _span(
         if BANDED:
             e += biases.index(s * 2 + own).permute((1, 0)).load(SCORES).to(gl.float32)
         if MASK:
-            at = start + (final - step if JOINED else step) * BLOCK + place
-            i = at + gl.arange(0, BLOCK, ACROSS)
+            at = start + step * BLOCK + place
             seen = _seen(at, j, b, first, lengths, ids, stride_ids, num_keys, FILTER, ACROSS)
-            if OTHER == 1:
-                same = i[None, :] == j[:, None]
-            elif OTHER == 2:
-                seen = seen & (i[None, :] != j[:, None])
             e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)
-        if not (MASK and OTHER == 1):
-            dp = warpgroup_mma_wait(0, (dp,))
+        dp = warpgroup_mma_wait(0, (dp,))
         if PART != 2:
-            w = p
-            if MASK and OTHER == 1:
-                dp = gl.where(same, other, dp)
-                w = gl.where(same, 0.0, p)
-            weights = gl.convert_layout(w.to(DTYPE), gl.DotOperandLayout(0, SUMSV, 2))
+            weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMSV, 2))
             dv = warpgroup_mma(weights, gs.index(s), warpgroup_mma_init(dv), is_async=True)
         u = dp * p
         if MASK:
@@ -673,17 +586,13 @@ def _span(
         if STORE > 0:
             # While the products run.
             pairs = all_pairs.index(own)
-            if JOINED:
-                at = start // BLOCK + final - step + 1
-                if at % 4 == 0 and (not FIRST or step > begin):
-                    _say_stored(STORED + (lines + at // 4))
             tma.store_wait(0)
             if BANDED:
                 pairs.permute((1, 0)).store(found)
                 at = [b, h, start + step * BLOCK, first_key]
             else:
                 pairs.store(found)
-                at = [0, part, first_key, (final - step if JOINED else step) * BLOCK]
+                at = [0, part, first_key, step * BLOCK]
             fence_async_shared()
             barrier()
             store(PAIRS, at, pairs)
@@ -708,14 +617,13 @@ def _multiply(
     own, inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, NORM0: gl.constexpr, WANT0: gl.constexpr,
     SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
-    STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, OTHER: gl.constexpr,
-    HELD: gl.constexpr, SIDES: gl.constexpr, BY_KEYS: gl.constexpr, LAID: gl.constexpr, SUM0: gl.constexpr,
-    JOINED: gl.constexpr,
+    STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr, WHOLE: gl.constexpr, HELD: gl.constexpr,
+    SIDES: gl.constexpr, BY_KEYS: gl.constexpr, LAID: gl.constexpr, SUM0: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups that multiply, with its 64 keys, or queries."""
+    """One of the two groups that multiply, with its 64 keys."""
     (
-        DK0, DK1, DV, DQ, C0, DC0, DS0, LENGTHS, IDS, PAIRS, STORED, LEFT, across, found, panels, k0s, k1s, vs, ys, all_along, q0s, q1s, gs, all_pairs, biases,
-        rows, cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, scb0, sch0, gc0,
+        DK0, DK1, DV, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, all_along, q0s, q1s, gs, all_pairs, biases, rows,
+        cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, scb0, sch0, gc0,
         stride_ids, blocks, parts, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -730,199 +638,165 @@ def _multiply(
     DCOL0: gl.constexpr = NORM0 or SAVE_COL0 or SUM0
     done, turn = 0, 0
     place = num_keys - num_queries
-    tiles = _tickets(blocks, parts, JOINED)
     ticket, low, part, b, h, start, steps = _hear(turn, tickets, told)
     c = gl.zeros([OWN], gl.float32, DOWN)
     if HAS_COL0 and not LAID:
         c = _per_key(C0, scb0, sch0, gc0, b, h, low + own * OWN, num_keys, DOWN)
-    while ticket < tiles:
+    while ticket < blocks * parts:
         at = (turn % BUFFERS) * 2 + own
-        # Whose pairs are stored: nobody's, so far.
-        stored = gl.minimum(turn, 0) - 1
-        if JOINED and _is_for_queries(turn, tickets):
-            rate = _of_head(turn, tickets, number0, MODE0, LOG0)
-            mbarrier.wait(ready.index(at), (turn // BUFFERS) & 1)
-            k0, v = k0s.index(_at(at, 0, JOINED)), vs.index(_at(at, 1, JOINED))
-            _gather(
-                own, done, k0, v, found, panels, q0s, full, empty, rate, LEFT, across, part, low, b, start, steps, first, LENGTHS,
-                num_queries, num_keys, E0, FILTER, STAGES,
-            )  # fmt: skip
-            fence_async_shared()
-            barrier()
-            store(DQ, [b, h, low + 2 * own * OWN, 0], k0)
-            store(DQ, [b, h, low + (2 * own + 1) * OWN, 0], v)
-            done += steps
-            ticket, low, part, b, h, start, steps = _hear(turn + 1, tickets, told)
+        head0 = _of_head(turn, tickets, number0, MODE0, LOG0)
+        first_key = low + own * OWN
+        # Of all blocks, those that may see a key of this group, and those that see all of them.
+        high = gl.minimum(first_key + OWN, num_keys) - 1
+        begin, end, sure_start, sure_stop = _query_range(
+            first_key, high, b, first, LENGTHS, place, num_queries, FILTER
+        )
+        begin = gl.minimum(gl.maximum(begin - start, 0) // BLOCK, steps)
+        end = gl.minimum(gl.maximum(end - start + BLOCK - 1, 0) // BLOCK, steps)
+        if STORE > 1:
+            begin, end = 0, steps
+        end = gl.maximum(end, begin)
+        sure_start = gl.maximum(sure_start - start + BLOCK - 1, 0) // BLOCK
+        sure_stop = gl.maximum(sure_stop - start, 0) // BLOCK
+        if WHOLE:
+            # The first block has its mask, needed or not: where the first loop below has nothing to do,
+            # the ptxas of Triton 3.6 has the second read addresses that only the first has formed.
+            sure_start = gl.minimum(gl.maximum(sure_start, begin + 1), end)
+            sure_stop = gl.maximum(gl.minimum(sure_stop, end), sure_start)
+            # The last keys are not a whole block: they need their mask throughout.
+            short = high - first_key < OWN - 1
+            sure_start = gl.where(short, end, sure_start)
+            sure_stop = gl.where(short, end, sure_stop)
         else:
-            head0 = _of_head(turn, tickets, number0, MODE0, LOG0)
-            first_key = low + own * OWN
-            # Of all blocks, those that may see a key of this group, and those that see all of them.
-            high = gl.minimum(first_key + OWN, num_keys) - 1
-            begin, end, sure_start, sure_stop = _query_range(
-                first_key, high, b, first, LENGTHS, place, num_queries, FILTER
-            )
-            begin = gl.minimum(gl.maximum(begin - start, 0) // BLOCK, steps)
-            end = gl.minimum(gl.maximum(end - start + BLOCK - 1, 0) // BLOCK, steps)
-            if STORE > 1:
-                begin, end = 0, steps
-            end = gl.maximum(end, begin)
-            sure_start = gl.maximum(sure_start - start + BLOCK - 1, 0) // BLOCK
-            sure_stop = gl.maximum(sure_stop - start, 0) // BLOCK
-            if JOINED:
-                begin, end = steps - end, steps - begin
-                sure_start, sure_stop = steps - sure_stop, steps - sure_start
-            if WHOLE:
-                # The first block has its mask, needed or not: where the first loop below has nothing to do,
-                # the ptxas of Triton 3.6 has the second read addresses that only the first has formed.
-                sure_start = gl.minimum(gl.maximum(sure_start, begin + 1), end)
-                sure_stop = gl.maximum(gl.minimum(sure_stop, end), sure_start)
-                # The last keys are not a whole block: they need their mask throughout.
-                short = high - first_key < OWN - 1
-                sure_start = gl.where(short, end, sure_start)
-                sure_stop = gl.where(short, end, sure_stop)
-            else:
-                sure_start = end
-                sure_stop = end
-            k0, k1 = k0s.index(_at(at, 0, JOINED)), k1s.index(at)
-            v, y = vs.index(_at(at, 1, JOINED)), ys.index(at)
-            j = first_key + gl.arange(0, OWN, DOWN)
-            factor = head0 * LOG2E
-            dcs = _within(gl.zeros([OWN, BLOCK], gl.float32, SCORES))
-            dk0 = gl.zeros([OWN, WIDE0], gl.float32, SUMS0)
-            dk1 = gl.zeros([OWN, WIDE1], gl.float32, SUMS1)
-            dv = gl.zeros([OWN, WIDEV], gl.float32, SUMSV)
-            mbarrier.wait(ready.index(at), (turn // BUFFERS) & 1)
-            if LAID:
-                c = all_along.index(at).load(DOWN)
-            # Narrow keys and values stay in registers: shared memory is as busy as the products are.
-            a, a1, w = k0, k1, v
-            if HELD:
-                a = k0.load(gl.DotOperandLayout(0, SCORES, 2))
-                w = v.load(gl.DotOperandLayout(0, SCORES, 2))
-                if E1 > 0:
-                    a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
-            col = cols
-            if SIDES:
-                # Two turns: the group that sums up may be one behind.
-                col = cols.index((turn % 2) * 2 + own)
-            if SIDES and HAS_COL0:
-                # Numbers of keys are columns of the products, as those of queries are. Of what is not finite,
-                # there would be NaN for those that do not see it; the lowest number has the same weight, 0.
-                THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-                along = gl.maximum(gl.convert_layout(c, gl.SliceLayout(1, THIN)), LOWEST)
-                col.store(_columns(along, _along(THIN), k0.dtype, 1.0))
-                fence_async_shared()
-                barrier()
-            if BUFFERS > 1:
-                # By now, gradients of the keys before have left.
-                if turn > 0:
-                    tma.store_wait(0)
-                    barrier()
-                    mbarrier.arrive(free.index(2 - at + 2 * own), count=1)
-            if SUMMED:
-                _give_none(
-                    0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
-                )  # fmt: skip
-            elif STORE < 2:
-                _skip(0, begin, done, full, empty, STAGES)
-            # Where a head's blocks of four are said to be stored.
-            lines = (b * num_heads + h) * _blocks(num_keys)
-            for span in gl.static_range(3):
-                # In turn: masked, seen by all, masked.
-                if span == 0:
-                    left, right = begin, sure_start
-                elif span == 1:
-                    left, right = sure_start, sure_stop
-                else:
-                    left, right = sure_stop, end
-                if WHOLE or span == 0:
-                    dk0, dk1, dv, dcs = _span(
-                        left, right, done, dk0, dk1, dv, dcs, a, a1, w, y, c, factor, j, start, b, place, first,
-                        LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
-                        biases, own, h, part, first_key, STORED, lines, steps - 1, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
-                        STORE, SUMMED, BANDED, OTHER, SCORES, SUMS0, SUMS1, SUMSV, SIDES, JOINED, span == 0,
-                    )  # fmt: skip
-            if SUMMED:
-                _give_none(
-                    end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
-                )  # fmt: skip
-            elif STORE < 2:
-                _skip(end, steps, done, full, empty, STAGES)
-            _, low, _, b, h, _, steps = _heard(turn, tickets)
-            done += steps
-            bh = b * num_heads + h
-            first_key = low + own * OWN
-            line = bh.to(gl.int64) * num_queries
-            keys = bh.to(gl.int64) * num_keys
-            sums = line + keys + num_queries
-            j = first_key + gl.arange(0, OWN, DOWN)
-            inside = j < num_keys
-            ticket, low, part, b_next, h_next, start, steps = _hear(turn + 1, tickets, told)
-            if LAID:
-                c = all_along.index(at).load(DOWN)
-            elif HAS_COL0:
-                # Numbers of the next keys are on their way while gradients of these leave.
-                c_next = _per_key(
-                    C0, scb0, sch0, gc0, b_next, h_next, low + own * OWN, num_keys, DOWN
-                )
-            if MODE0 == 1:
-                head0 = _grown(_number(turn, tickets, SCALE), LOG0)
-            dc = gl.convert_layout(gl.sum(dcs, 1), DOWN)
-            if SUMMED:
-                # The group that sums up reads these keys, too.
-                mbarrier.wait(used.index(turn % BUFFERS), (turn // BUFFERS) & 1)
-            if PART != 2:
-                if NORM0 or (BY_KEYS and WANT0):
-                    x = k0.load(SUMS0).to(gl.float32)
-                    if NORM0:
-                        # A key that is not finite has no norm.
-                        whole = gl.convert_layout(c, gl.SliceLayout(1, SUMS0))
-                        x = gl.where((gl.abs(whole) < float("inf"))[:, None], x, 0.0)
-                    else:
-                        x = _finite(x)
-                if WANT0 and MODE0 == 1:
-                    share = gl.zeros([OWN], gl.float32, DOWN)
-                    if SUM0:
-                        share = _finite(c - _finite(_number(turn, tickets, REFERENCE))) * dc
-                    if BY_KEYS:
-                        # sum_i <q_i, dq_i> is sum_j <k_j, dk_j>.
-                        share += gl.convert_layout(gl.sum(dk0 * x, 1), DOWN)
-                    gl.store(DS0 + sums + j, share, mask=inside)
-                if MODE0 != 2:
-                    dk0 = dk0 * head0
-                    dc = dc * head0
-                if NORM0:
-                    along = gl.convert_layout(dc, gl.SliceLayout(1, SUMS0))
-                    dk0 -= along[:, None] * x
-                if SAVE_COL0:
-                    gl.store(DC0 + keys + j, dc, mask=inside)
-                k0.store(dk0.to(k0.dtype))
-                v.store(dv.to(v.dtype))
-            if E1 > 0 and PART != 1:
-                k1.store((dk1 * head0).to(k1.dtype))
+            sure_start = end
+            sure_stop = end
+        k0, k1, v = k0s.index(at), k1s.index(at), vs.index(at)
+        j = first_key + gl.arange(0, OWN, DOWN)
+        factor = head0 * LOG2E
+        dcs = _within(gl.zeros([OWN, BLOCK], gl.float32, SCORES))
+        dk0 = gl.zeros([OWN, WIDE0], gl.float32, SUMS0)
+        dk1 = gl.zeros([OWN, WIDE1], gl.float32, SUMS1)
+        dv = gl.zeros([OWN, WIDEV], gl.float32, SUMSV)
+        mbarrier.wait(ready.index(at), (turn // BUFFERS) & 1)
+        if LAID:
+            c = all_along.index(at).load(DOWN)
+        # Narrow keys and values stay in registers: shared memory is as busy as the products are.
+        a, a1, w = k0, k1, v
+        if HELD:
+            a = k0.load(gl.DotOperandLayout(0, SCORES, 2))
+            w = v.load(gl.DotOperandLayout(0, SCORES, 2))
+            if E1 > 0:
+                a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
+        col = cols
+        if SIDES:
+            # Two turns: the group that sums up may be one behind.
+            col = cols.index((turn % 2) * 2 + own)
+        if SIDES and HAS_COL0:
+            # Numbers of keys are columns of the products, as those of queries are. Of what is not finite,
+            # there would be NaN for those that do not see it; the lowest number has the same weight, 0.
+            THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+            along = gl.maximum(gl.convert_layout(c, gl.SliceLayout(1, THIN)), LOWEST)
+            col.store(_columns(along, _along(THIN), k0.dtype, 1.0))
             fence_async_shared()
-            if JOINED:
-                # The last block that they were stored for is that of the same places.
-                stored = bh * _blocks(num_keys) + first_key // (4 * BLOCK)
-                stored = gl.where(first_key < num_keys, stored, -1)
             barrier()
-            if PART != 2:
-                store(DK0, [b, h, first_key, 0], k0)
-                store(DV, [b, h, first_key, 0], v)
-            if E1 > 0 and PART != 1:
-                store(DK1, [b, h, first_key, 0], k1)
-            b, h = b_next, h_next
-            if HAS_COL0 and not LAID:
-                c = c_next
+        if BUFFERS > 1:
+            # By now, gradients of the keys before have left.
+            if turn > 0:
+                tma.store_wait(0)
+                barrier()
+                mbarrier.arrive(free.index(2 - at + 2 * own), count=1)
+        if SUMMED:
+            _give_none(
+                0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
+            )  # fmt: skip
+        elif STORE < 2:
+            _skip(0, begin, done, full, empty, STAGES)
+        for span in gl.static_range(3):
+            # In turn: masked, seen by all, masked.
+            if span == 0:
+                left, right = begin, sure_start
+            elif span == 1:
+                left, right = sure_start, sure_stop
+            else:
+                left, right = sure_stop, end
+            if WHOLE or span == 0:
+                dk0, dk1, dv, dcs = _span(
+                    left, right, done, dk0, dk1, dv, dcs, a, a1, w, c, factor, j, start, b, place, first,
+                    LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
+                    biases, own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
+                    STORE, SUMMED, BANDED, SCORES, SUMS0, SUMS1, SUMSV, SIDES,
+                )  # fmt: skip
+        if SUMMED:
+            _give_none(
+                end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
+            )  # fmt: skip
+        elif STORE < 2:
+            _skip(end, steps, done, full, empty, STAGES)
+        _, low, _, b, h, _, steps = _heard(turn, tickets)
+        done += steps
+        bh = b * num_heads + h
+        first_key = low + own * OWN
+        line = bh.to(gl.int64) * num_queries
+        keys = bh.to(gl.int64) * num_keys
+        sums = line + keys + num_queries
+        j = first_key + gl.arange(0, OWN, DOWN)
+        inside = j < num_keys
+        ticket, low, part, b_next, h_next, start, steps = _hear(turn + 1, tickets, told)
+        if LAID:
+            c = all_along.index(at).load(DOWN)
+        elif HAS_COL0:
+            # Numbers of the next keys are on their way while gradients of these leave.
+            c_next = _per_key(C0, scb0, sch0, gc0, b_next, h_next, low + own * OWN, num_keys, DOWN)
+        if MODE0 == 1:
+            head0 = _grown(_number(turn, tickets, SCALE), LOG0)
+        dc = gl.convert_layout(gl.sum(dcs, 1), DOWN)
+        if SUMMED:
+            # The group that sums up reads these keys, too.
+            mbarrier.wait(used.index(turn % BUFFERS), (turn // BUFFERS) & 1)
+        if PART != 2:
+            if NORM0 or (BY_KEYS and WANT0):
+                x = k0.load(SUMS0).to(gl.float32)
+                if NORM0:
+                    # A key that is not finite has no norm.
+                    whole = gl.convert_layout(c, gl.SliceLayout(1, SUMS0))
+                    x = gl.where((gl.abs(whole) < float("inf"))[:, None], x, 0.0)
+                else:
+                    x = _finite(x)
+            if WANT0 and MODE0 == 1:
+                share = gl.zeros([OWN], gl.float32, DOWN)
+                if SUM0:
+                    share = _finite(c - _finite(_number(turn, tickets, REFERENCE))) * dc
+                if BY_KEYS:
+                    # sum_i <q_i, dq_i> is sum_j <k_j, dk_j>.
+                    share += gl.convert_layout(gl.sum(dk0 * x, 1), DOWN)
+                gl.store(DS0 + sums + j, share, mask=inside)
+            if MODE0 != 2:
+                dk0 = dk0 * head0
+                dc = dc * head0
+            if NORM0:
+                along = gl.convert_layout(dc, gl.SliceLayout(1, SUMS0))
+                dk0 -= along[:, None] * x
+            if SAVE_COL0:
+                gl.store(DC0 + keys + j, dc, mask=inside)
+            k0.store(dk0.to(k0.dtype))
+            v.store(dv.to(v.dtype))
+        if E1 > 0 and PART != 1:
+            k1.store((dk1 * head0).to(k1.dtype))
+        fence_async_shared()
+        barrier()
+        if PART != 2:
+            store(DK0, [b, h, first_key, 0], k0)
+            store(DV, [b, h, first_key, 0], v)
+        if E1 > 0 and PART != 1:
+            store(DK1, [b, h, first_key, 0], k1)
+        b, h = b_next, h_next
+        if HAS_COL0 and not LAID:
+            c = c_next
         turn += 1
         if BUFFERS == 1:
             tma.store_wait(0)
             barrier()
             mbarrier.arrive(free.index(at), count=1)
-        if JOINED:
-            # While the next keys are on their way.
-            if stored >= 0:
-                _say_stored(STORED + stored)
     tma.store_wait(0)
 
 
@@ -936,21 +810,19 @@ def _multiply(
         "last",
         "together",
         "offset",
-        "across",
     ]
 )
 def backward_keys(
-    Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DQ, LEFT, DC0, OWN_V,
+    Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0,
     BOUNDS, MOST, SHARES, BEGUN, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, blocks, parts, last, together, offset, across,
+    seed, number0, number1, dropout, blocks, parts, last, together, offset,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    OTHER: gl.constexpr, HELD: gl.constexpr, SIDES: gl.constexpr, FRESH: gl.constexpr, BY_KEYS: gl.constexpr,
-    JOINED: gl.constexpr,
+    HELD: gl.constexpr, SIDES: gl.constexpr, FRESH: gl.constexpr, BY_KEYS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
 
@@ -958,15 +830,10 @@ def backward_keys(
     `offset` on; queries count from the first block that sees a program's keys. So many blocks of them are
     read at a time: what one of them sees is stored for all. BANDED: a band has all pairs, [queries, keys],
     and so has what is stored.
-    JOINED: and read again by the same programs, which form gradients of queries, DQ, of 256 at a time, while pairs
-    are in the cache; LEFT is where these lie, `across` in a row, and anything thereafter. BEGUN counts, from 0 on,
-    blocks of keys that are done with 256 queries. That takes a causal window, as many queries as keys, and as many
-    features as values, 128.
     SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on; FRESH: from 0 on
     for the last heads alone, and BEGUN, of each block of queries, is 0 for all others. That takes a causal
     window, and as many queries as keys: a key at the place of a query is seen by it.
     BY_KEYS: what queries have of the gradient of their head's scale comes from keys, of which that is the same.
-    OTHER: the query at a key's place has another value (1), or also another key (2), as `OWN` there.
     A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
     drawn so far at the place `offset`, and for a second pass, of the second slot, at the next.
     """
@@ -979,13 +846,8 @@ def backward_keys(
     LAID: gl.constexpr = HAS_COL0 and not SIDES
     # Keys have a share of the gradient of a head's scale.
     SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
-    if JOINED:
-        # As wide as keys are.
-        k0s = gl.allocate_shared_memory(DTYPE, [2 * GROUPS, OWN, E0], HALF)
-        vs = k0s
-    else:
-        k0s = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, E0], HALF)
-        vs = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, V], HALF)
+    k0s = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, E0], HALF)
+    vs = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, V], HALF)
     q0s = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, E0], HALF)
     gs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, V], HALF)
     k1s, q1s = k0s, q0s
@@ -995,18 +857,9 @@ def backward_keys(
     pairs = k0s
     if STORE > 0:
         pairs = gl.allocate_shared_memory(DTYPE, [2, OWN, BLOCK], HALF)
-    found, panels = gs, k0s
-    if JOINED:
-        # Pairs that are read again, of both groups: of the first of two blocks of queries where queries' gradients
-        # of outputs lie otherwise, of the second where a group's keys and values do.
-        found = gs._reinterpret(DTYPE, [2 * STAGES, OWN, BLOCK], HALF)
-        panels = k0s._reinterpret(DTYPE, [4 * GROUPS, OWN, BLOCK], HALF)
     along = k0s
     if LAID:
         along = gl.allocate_shared_memory(gl.float32, [GROUPS, OWN], PLAIN)
-    ys = k0s
-    if OTHER == 1:
-        ys = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, V], HALF)
     biases = k0s
     if BANDED:
         biases = gl.allocate_shared_memory(TILES.dtype, [STAGES * 2, BLOCK, OWN], HALF)
@@ -1052,13 +905,12 @@ def backward_keys(
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
     multiply = (
-        DK0, DK1, DV, DQ, C0, DC0, DS0, LENGTHS, IDS, PAIRS, BEGUN, LEFT, across, found, panels, k0s, k1s, vs, ys, along, q0s, q1s, gs, pairs, biases, rows,
+        DK0, DK1, DV, C0, DC0, DS0, LENGTHS, IDS, PAIRS, k0s, k1s, vs, along, q0s, q1s, gs, pairs, biases, rows,
         cols, ones, sides, ready, free, full, empty, given, taken, used, tickets, told, number0, scb0, sch0, gc0, stride_ids,
         blocks, parts, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     copy = (
-        Q0, K0, Q1, K1, V_, OWN_V, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, PAIRS, BEGUN, found, panels, k0s, k1s, vs,
-        ys, along, q0s, q1s, gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
+        Q0, K0, Q1, K1, V_, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, along, q0s, q1s, gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
         group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     summed = (
@@ -1068,14 +920,14 @@ def backward_keys(
     if SUMMED:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, LAID, SUM0, JOINED)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, SIDES, PART, FRESH, LAID, SUM0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
                 (_sum, (summed, E0, BUFFERS, MODE0 == 2 and WANT0, FRESH)),
             ],
@@ -1085,14 +937,14 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, OTHER, SIDES, PART, FRESH, LAID, SUM0, JOINED)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, SIDES, PART, FRESH, LAID, SUM0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
                 (_multiply, (
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
-                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, OTHER, HELD, SIDES, BY_KEYS, LAID, SUM0, JOINED,
+                    BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
             ],
             [4, 4],
