@@ -116,7 +116,7 @@ class Shared:
     def permute(self, order):
         return Shared(self.data.permute(order))
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         # What was there is lost.
         size = math.prod(shape)
         data = self.data.view(-1).view(dtype)[:size]
@@ -349,7 +349,7 @@ def module(name, programs, seed):
         allocate_shared_memory=allocate, warp_specialize=specialize, barrier=engine.pause,
         BlockedLayout=layout, SliceLayout=layout, NVMMADistributedLayout=layout,
         DotOperandLayout=layout, NVMMASharedLayout=layout,
-        SwizzledSharedLayout=layout,
+        SwizzledSharedLayout=layout, shared_memory_descriptor=Shared,
     )  # fmt: skip
     hopper = SimpleNamespace(
         fence_async_shared=engine.pause, warpgroup_mma=engine.multiply,
@@ -360,7 +360,8 @@ def module(name, programs, seed):
             expect=lambda bar, size: bar.move(1, size), arrive=lambda bar, count: bar.move(count),
         ),
         tma=SimpleNamespace(
-            async_load=engine.load, async_store=engine.store, store_wait=engine.store_wait
+            async_load=engine.load, async_store=engine.store, store_wait=engine.store_wait,
+            async_atomic_add=engine.add,
         ),
     )  # fmt: skip
     gluon = SimpleNamespace(jit=jit, constexpr_function=lambda fn: fn, language=language)
@@ -369,9 +370,6 @@ def module(name, programs, seed):
         "triton.language": language,
         "triton.experimental": SimpleNamespace(gluon=gluon),
         "triton.experimental.gluon": gluon,
-        "triton._C.libtriton": SimpleNamespace(ir=None),
-        # There is one, and the copy engine does what it asks for.
-        "triton.experimental.gluon.language._core": SimpleNamespace(builtin=lambda fn: engine.add),
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
     }
 

@@ -7,6 +7,7 @@ keys if it has all pairs. Whether a kernel works on this machine is for check.py
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -86,7 +87,16 @@ def sums(p: Plan, grad: Tensor) -> bool:
     c = p.constants
     sized = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and len(p.static.filter) == 1
     # A scale of each query needs numbers per key as columns of a product, and a bound for them.
-    return sized and (c["MODE0"] < 2 or (p.spread and p.bounded)) and takes(p, grad)
+    sized = sized and (c["MODE0"] < 2 or (p.spread and p.bounded))
+    return sized and takes(p, grad) and can_add()
+
+
+@lru_cache(maxsize=1)
+def can_add() -> bool:
+    """Whether this Triton lets TMA add to memory: not yet in 3.6."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    return hasattr(tma, "async_atomic_add")
 
 
 def pays_to_sum(p: Plan) -> bool:

@@ -28,7 +28,19 @@ from ...kernels.forward import (
     _taken,
     _visible,
 )
-from .primitives import BLOCK, OWN, REGISTERS, _batch, _ones, _range, _within, barrier, load, store
+from .primitives import (
+    BLOCK,
+    OWN,
+    REGISTERS,
+    RENAMED,
+    _batch,
+    _ones,
+    _range,
+    _within,
+    barrier,
+    load,
+    store,
+)
 
 
 @gluon.jit
@@ -169,7 +181,11 @@ def _lay_low(low, out, DTYPE: gl.constexpr):
     )
     words = words.reshape([ROWS, WIDTH // 16, 2, 2]).permute((0, 1, 3, 2))
     WORDS: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 32)
-    low._reinterpret(gl.int32, [ROWS, WIDTH // 4], WORDS).store(words.reshape([ROWS, WIDTH // 4]))
+    words = words.reshape([ROWS, WIDTH // 4])
+    if RENAMED:
+        low.reinterpret(gl.int32, [ROWS, WIDTH // 4], WORDS).store(words)
+    else:
+        low._reinterpret(gl.int32, [ROWS, WIDTH // 4], WORDS).store(words)
 
 
 @gluon.jit
