@@ -3,7 +3,7 @@
     python benchmarks/hazards.py [--kernels rbf,lookup] [--filters causal] [--widths 64,128]
 
 On Hopper a WGMMA reads its operands while the program goes on, so that a write to them must come
-after a wait for it. Triton should see to that, and in 3.6 does not always (docs/performance.md).
+after a wait for it. Triton should see to that, and in 3.6 does not always (dev/LOG.md).
 Here the fused kernels are compiled for Hopper, which takes no GPU, and their machine code is
 followed twice through each loop: registers that a WGMMA in flight reads may not be written before
 a wait for it. Branches are taken as if they fell through, so a finding is a place to look at.

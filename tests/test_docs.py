@@ -31,12 +31,32 @@ def test_there_are_snippets_and_examples():
     assert EXAMPLES
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
-def test_the_file_tree_names_every_module(page):
-    text = (ROOT / page).read_text()
-    for path in (ROOT / "src" / "mercer").rglob("*.py"):
-        if path.name != "__init__.py":
-            assert path.name in text, f"{page} does not mention {path.name}"
+def tree(text):
+    """The paths that an indented file tree names, the words after a name left out."""
+    folders = []
+    for line in text.splitlines():
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name]
+        if not name.endswith("/"):
+            yield "".join(folders)
+
+
+def test_the_file_tree_names_every_module():
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## The files")[1]
+    named = set(tree(re.search(r"```text\n(.*?)```", text, re.S)[1]))
+    modules = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "src" / "mercer").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert not modules - named, "modules without a line in the file tree"
+    assert not {name for name in named if not (ROOT / name).exists()}, "lines without a file"
+
+
+def test_the_pages_have_their_lengths():
+    """A first visit and a page of figures stay short."""
+    for page, most in (("README.md", 180), ("docs/performance.md", 200)):
+        assert len((ROOT / page).read_text().splitlines()) <= most, page
 
 
 def test_the_commands_of_the_readme_exist():

@@ -1,9 +1,17 @@
 import pytest
 import torch
+from catalogue import KERNELS
 from torch.utils.flop_counter import FlopCounterMode
 
 import mercer as mc
+from mercer.backends import flex, sdpa
+from mercer.backends.triton import backend as triton
+from mercer.dispatch import rules
 from mercer.dispatch.choose import BACKENDS
+from mercer.dispatch.problem import prepare
+from mercer.term.biases import Scored
+from mercer.term.factors import Apart, Unit
+from mercer.term.sinusoids import Turned
 
 X = torch.randn(2, 4, 32, 16)
 
@@ -40,7 +48,6 @@ def test_widths_count_features_and_numbers_per_key(kernel, filter, widths):
 
 
 def test_the_chosen_backend_is_the_one_that_runs(monkeypatch):
-    from mercer.backends import sdpa
     from mercer.backends.chunked import backend as chunked
 
     ran = []
@@ -99,15 +106,67 @@ def test_explaining_draws_no_random_numbers():
     assert torch.equal(after, torch.rand(1))
 
 
-@pytest.mark.parametrize("name", ["plain", "learned", "table"])
-def test_explaining_multiplies_nothing(name):
-    x = torch.randn(2, 3, 32, 8)
-    kernel = {
-        "plain": mc.Exponential() * mc.RelativeSinusoid(),
-        "learned": mc.Exponential() * mc.RelativeSinusoid(weight=torch.randn(3, 8, 6)),
-        "table": mc.Exponential() * mc.Lookup(torch.randn(5, 8)),
-    }[name]
+EXPLAINED = {
+    "plain": lambda: mc.Exponential() * mc.RelativeSinusoid(),
+    "learned": lambda: mc.Exponential() * mc.RelativeSinusoid(weight=torch.randn(3, 8, 6)),
+    "table": lambda: mc.Exponential() * mc.Lookup(torch.randn(5, 8)),
+    "distance": lambda: mc.RBF(heads=3),
+    "linked": lambda: mc.Laplace(),
+    "adaptive": lambda: mc.AdaptiveRBF(8, heads=3),
+    "cosine": lambda: mc.Cosine(),
+}
+
+
+@pytest.fixture
+def available(monkeypatch):
+    """flex and triton look at every term, whatever this machine can run."""
+    monkeypatch.setattr(flex, "_unavailable", lambda device: None)
+    monkeypatch.setattr(triton, "_unavailable", lambda device: None)
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_explaining_multiplies_nothing(name, gradient, available):
+    x = torch.randn(2, 3, 32, 8, requires_grad=gradient)
     given = mc.Features(content=x, relative=x)
     with FlopCounterMode(display=False) as counter:
-        mc.explain(kernel, given, given, x, filter=mc.Causal())
+        mc.explain(EXPLAINED[name](), given, given, x, filter=mc.Causal())
     assert counter.get_total_flops() == 0
+
+
+FORMED = {Scored: ["table"], Turned: ["q", "c"], Unit: ["q", "k"], Apart: ["row", "col"]}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_to_ask_what_learns_forms_nothing(name, available, monkeypatch):
+    def formed(self):
+        raise AssertionError(f"{type(self).__name__} was formed")
+
+    x = torch.randn(2, 3, 32, 8, requires_grad=True)
+    given = mc.Features(content=x, relative=x)
+    call = (EXPLAINED[name](), given, given, x, mc.Causal(), 0.0, False, "auto")
+    (task,) = prepare(*call).tasks()
+    for factor, parts in FORMED.items():
+        for part in parts:
+            monkeypatch.setattr(factor, part, property(formed))
+    assert task.learns
+    assert rules.describe((task,)).gradient
+    for backend in (flex, sdpa, triton):
+        backend.refuses(task)
+    with torch.no_grad():
+        assert not task.learns
+
+
+@pytest.mark.parametrize("name", [n for n in KERNELS if list(KERNELS[n]().parameters())])
+def test_a_kernel_that_learns_says_so(name):
+    x = torch.randn(2, 2, 11, 8)
+    given = mc.Features(content=x, relative=x)
+    kernel = KERNELS[name]()
+
+    def learns():
+        call = (kernel, given, given, x, mc.Causal(), 0.0, False, "auto")
+        return any(task.learns for task in prepare(*call).tasks())
+
+    assert learns()
+    kernel.requires_grad_(False)
+    assert not learns()

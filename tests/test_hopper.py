@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends.runtime import replay as tapes
 from mercer.backends.triton import plan as triton_plan
 from mercer.backends.triton.backend import INSTALLED
 from mercer.backends.triton.hopper import check, eligible, launch, tier
@@ -147,7 +146,6 @@ def test_groups_give_what_the_other_pass_gives(name, dtype, monkeypatch):
 def test_fewer_keys_take_two_passes(name, monkeypatch):
     _, other, want, _ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
-    monkeypatch.setattr(tapes, "_tapes", {})
     monkeypatch.setattr(launch, "one_pass", None)
     two, *_, ran = run(name, torch.bfloat16, monkeypatch, many=math.inf)
     assert ran == 2
@@ -251,7 +249,6 @@ def test_gradients_of_queries_come_from_programs_of_either_size(name, monkeypatc
     got, _, want, _ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(triton_plan, "_plans", {})
-    monkeypatch.setattr(tapes, "enabled", False)
     monkeypatch.setattr(eligible, "SHORT", 0)
     large, *_ = run(name, torch.bfloat16, monkeypatch)
     for what in got:
@@ -279,7 +276,6 @@ def test_programs_go_on_with_other_keys(name, rounds, monkeypatch):
     got, *_ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(triton_plan, "_plans", {})
-    monkeypatch.setattr(tapes, "_tapes", {})
     for module in (eligible, launch):
         monkeypatch.setattr(module, "processors", lambda device: 3)
     monkeypatch.setattr(launch, "ROUNDS", rounds)
@@ -297,7 +293,6 @@ def repeated(make, left, dim, option, monkeypatch):
 
     def results():
         monkeypatch.setattr(triton_plan, "_plans", {})
-        monkeypatch.setattr(tapes, "_tapes", {})
         out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
         return torch.autograd.grad(out, [*inputs, *parameters], given[3])
 
@@ -381,7 +376,6 @@ def forwards(case, monkeypatch):
     inner = launch.forward
     monkeypatch.setattr(launch, "forward", lambda *a: (ran.append(1), inner(*a))[1])
     for given in (True, False):
-        monkeypatch.setattr(tapes, "_tapes", {})
         if not given:
             monkeypatch.setattr(eligible, "forwards", lambda p: False)
         found.append(case.run("triton", log_mass=True))
@@ -459,7 +453,6 @@ def test_programs_do_again_what_has_to_be(make, programs, monkeypatch):
         v[:, head, place, 7] = math.inf
         spoiled[:, head, place:] = True
     monkeypatch.setattr(triton_plan, "_plans", {})
-    monkeypatch.setattr(tapes, "_tapes", {})
     monkeypatch.setattr(launch, "processors", lambda device: programs)
     with torch.no_grad():
         got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)

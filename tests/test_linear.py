@@ -27,8 +27,8 @@ from mercer.backends.polynomial import (
 )
 from mercer.backends.polynomial.backend import PolynomialState
 from mercer.backends.triton.backend import INTERPRETED
+from mercer.term.layout import accumulator
 from mercer.term.links import Power
-from mercer.term.term import accumulator
 from mercer.testing import Shape, check_accuracy
 from mercer.testing.cases import Case, assert_close, rounding_of
 

@@ -12,9 +12,6 @@ import torch
 import mercer as mc
 from mercer import nn as mn
 from mercer.backends.tokenwise import (
-    diagonal as own_key,
-)
-from mercer.backends.tokenwise import (
     function as fused_taps,
 )
 from mercer.backends.tokenwise import (
@@ -113,21 +110,7 @@ def compare(given, what="", **options):
 
 
 @needs_triton
-@pytest.mark.parametrize("longest", [40, 39], ids=["our own kernels", "flash attention"])
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_short_sequences_have_two_ways(boundary, target, longest, monkeypatch):
-    monkeypatch.setattr(own_key, "LONGEST", longest)
-    calls, run = [], own_key.forward
-    monkeypatch.setattr(own_key, "forward", lambda *given: (calls.append(given), run(*given))[1])
-    compare(draw(40, 3, target), boundary=boundary, normalize=0.4)
-    # By "left" no key is cut; on CUDA the two ways need a copy engine.
-    copies = not CUDA or torch.cuda.get_device_capability()[0] >= 9
-    assert bool(calls) == (longest == 40 and boundary != "left" and copies)
-
-
-@needs_triton
-def test_own_keys_are_read_where_they_lie(monkeypatch):
+def test_keys_are_read_where_they_lie():
     """Token by token in memory, and from places that are no multiples of 16 bytes."""
     given = draw(40, 3, "values", dim=16, values=16)
     want = solve(given, boundary="shrink", normalize=0.4)

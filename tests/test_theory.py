@@ -68,7 +68,7 @@ def test_rows_sum_to_one(backend):
 
 def test_log_mass_merges_splits_of_the_keys():
     """The pair (out, log_mass) is all that a cache, a split or a sum needs."""
-    from mercer.term.term import Smoothed, mix
+    from mercer.term.mix import Smoothed, mix
 
     kernel = mc.RBF().double()
     q, k, v = inputs(kernel, Shape(queries=5, keys=9))

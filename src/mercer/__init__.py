@@ -32,9 +32,9 @@ from .kernels import RationalQuadratic as RationalQuadratic
 from .kernels import RelativeSinusoid as RelativeSinusoid
 from .kernels import Sum as Sum
 from .smoother import smooth as smooth
+from .term.factors import Factor as Factor
 from .term.features import Features as Features
-from .term.term import Factor as Factor
-from .term.term import Link as Link
+from .term.links import Link as Link
 from .term.term import Term as Term
 from .tokenwise.vicinity import vicinity as vicinity
 

@@ -11,8 +11,10 @@ from .dispatch import choose as dispatch
 from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
 from .kernels import Kernel
+from .term.biases import Relative, Scored
+from .term.factors import Factor
 from .term.features import Input
-from .term.term import Factor, Relative, Scored, Term
+from .term.term import Term
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ def describe(term: Term) -> str:
     parts += [f"{f.link.formula} of s = {_dot([f])}" for f in term.factors if f.link is not None]
     for bias in term.biases:
         assert isinstance(bias, Relative), bias
-        each = "query" if isinstance(bias, Scored) or bias.table.shape[2] > 1 else "head"
+        each = "query" if isinstance(bias, Scored) or bias.per_query else "head"
         parts.append(f"exp(table of {2 * bias.clip + 1} distances for each {each})")
     return " * ".join(parts) or "1"
 
@@ -104,7 +106,7 @@ def _dot(factors: list[Factor]) -> str:
 
 
 def _cancelled(task: Task) -> list[str]:
-    plain = [f for f in task.term.factors if f.link is None and f.row is not None]
+    plain = [f for f in task.term.factors if f.link is None and f.has_row]
     if not plain:
         return []
     kept = ", kept for log_mass only" if task.log_mass else ""

@@ -12,8 +12,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from . import kernels, nn
-from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
+from . import filters, kernels, nn
+from .filters import Filter
 from .kernels import Kernel
 from .nn.positions import POSITIONS, Position
 
@@ -21,13 +21,7 @@ T = TypeVar("T")
 Names = Mapping[str, Callable[..., Any]]
 
 # Lookup and Buckets are made of tensors; as a position, `LookupTable` makes its own.
-KERNELS: Names = {
-    name: getattr(kernels, name)
-    for name in (
-        "Exponential", "RBF", "AdaptiveRBF", "Polynomial", "Linear", "Laplace",
-        "RationalQuadratic", "Matern", "Cosine", "ALiBi",
-    )
-}  # fmt: skip
+KERNELS: Names = {k.__name__: k for k in kernels.KERNELS if k.entry and k.entry.text}
 EMBEDDINGS: Names = {"Sinusoid": nn.Sinusoid, "Learned": nn.Learned}
 POSITION_NAMES: Names = {
     name: getattr(nn, name)
@@ -36,14 +30,7 @@ POSITION_NAMES: Names = {
         "ALiBi", "Grid2D",
     )
 }  # fmt: skip
-FILTERS: Names = {
-    "Full": Full,
-    "Causal": Causal,
-    "Window": Window,
-    "Memory": Memory,
-    "Strided": Strided,
-    "Fixed": Fixed,
-}
+FILTERS: Names = {f.__name__: f for f in filters.FILTERS if f.entry and f.entry.text}
 LONGEST = 2000
 OPERATORS: Mapping[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("+", operator.add),

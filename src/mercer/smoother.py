@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import choose as dispatch
-from .dispatch import recall
 from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
 from .kernels import Kernel
 from .term.features import Input
-from .term.term import Smoothed, accumulator, repeat
+from .term.layout import accumulator, repeat
+from .term.mix import Smoothed
 
 
 @overload
@@ -67,12 +67,6 @@ def smooth(
         return_log_mass: also return the log of the denominator, [B, H, Q], in float32 or float64;
             for a signed kernel, of its absolute value.
     """
-    call = None
-    if not dropout_p:
-        call = recall.look(kernel, q, k, v, filter, "smooth", backend, return_log_mass)
-    if call is not None and (known := recall.find(call)) is not None:
-        out, log_mass = known(call.tensors)
-        return (out, log_mass) if return_log_mass else out
     problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
     if not torch.is_autocast_enabled(problem.v.device.type):
         result = solve(problem, backend)
@@ -80,8 +74,6 @@ def smooth(
         # The inputs are already cast; sums and numbers per key stay in float32.
         with torch.autocast(problem.v.device.type, enabled=False):
             result = solve(problem, backend)
-    if call is not None:
-        recall.keep(call, result)
     if not return_log_mass:
         return result.out
     assert result.log_mass is not None

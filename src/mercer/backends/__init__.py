@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..filters import Filter
+from ..term.learned import needs_gradient
 from ..term.term import Term
 from .triton import filters as _clauses
 
@@ -35,6 +36,11 @@ class Task:
     @property
     def num_keys(self) -> int:
         return self.v.shape[2]
+
+    @property
+    def learns(self) -> bool:
+        """Whether the call has a gradient to pass on. To ask forms no tensor."""
+        return needs_gradient(self.v) or self.term.learned
 
     @property
     def device(self) -> torch.device:

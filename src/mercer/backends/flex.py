@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from ..filters import Full
-from ..term.links import Matern12, Matern32, Matern52, Power, Rational
-from ..term.term import Link, Smoothed, Term, at_least, join, repeat
+from ..term.layout import at_least, join, repeat
+from ..term.links import Link, Matern12, Matern32, Matern52, Power, Rational
+from ..term.mix import Smoothed
+from ..term.term import Term
 from . import Task
 
 if TYPE_CHECKING:
@@ -58,8 +60,9 @@ def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: features, what is captured, and the blocks' list."""
     width = max(MIN_WIDTH, sum(f.width for f in task.term.factors))
     tokens = task.num_queries + task.num_keys
-    table = task.term.table
-    captured = 3 * tokens + (0 if table is None else table[0, 0].numel())
+    bias = task.term.relative
+    each = 1 if bias is None or not bias.per_query else task.num_queries
+    captured = 3 * tokens + (0 if bias is None else each * (2 * bias.clip + 1))
     blocks = math.ceil(task.num_queries / 128) * math.ceil(task.num_keys / 128)
     features = tokens * width * task.v.dtype.itemsize
     return task.batch * task.heads * (features + 4 * captured) + 16 * blocks * task.batch
@@ -149,15 +152,12 @@ def _unavailable(device: str) -> str | None:
 
 
 def _refuses_gradient(task: Task) -> str | None:
-    if not torch.is_grad_enabled():
-        return None
-    if any(x.requires_grad for x in _captured(task.term)):
+    if _learns_captured(task.term):
         return (
             "torch gathers the gradient of a number per key, per query or per distance by atomics, "
             "too slowly to use"
         )
-    features = [x for f in task.term.factors for x in (f.q, f.k, f.scale)]
-    if not any(isinstance(x, Tensor) and x.requires_grad for x in (*features, task.v)):
+    if not task.learns:
         return None
     if task.device.type == "cpu":
         return "torch has no backward for it on cpu"
@@ -175,15 +175,13 @@ def _refuses_another_variant(task: Task) -> str | None:
     return f"this kernel and filter were compiled {VARIANTS} times, and not for this shape"
 
 
-def _captured(term: Term) -> list[Tensor]:
-    """What a score reads besides the dot product."""
-    found: list[Tensor | float | None] = [term.table]
-    for f in term.factors:
-        if f.link is not None:
-            found += [f.scale, f.row, f.col]
-        elif f.col is not None:
-            found += [f.scale, f.col]
-    return [x for x in found if isinstance(x, Tensor)]
+def _learns_captured(term: Term) -> bool:
+    """Whether a number that a score reads beside the dot product needs a gradient."""
+    if term.relative is not None and term.relative.learned:
+        return True
+    linked = [f.learned for f in term.factors if f.link is not None]
+    keyed = [f.learned for f in term.factors if f.link is None and f.keyed]
+    return any(x.scale or x.row or x.col for x in linked) or any(x.scale or x.col for x in keyed)
 
 
 @dataclass(frozen=True)
@@ -280,21 +278,19 @@ def _compiled(task: Task) -> _Compiled:
 def _structure(task: Task) -> tuple[object, ...]:
     """All that asks for a kernel of its own, whatever the lengths."""
     term = task.term
-    table = term.table
+    bias = term.relative
     rule = re.sub(r"\d+", "#", task.filter.simplify(task.num_queries, task.num_keys).encode([]))
-    factors = tuple(
-        (f.link, f.width, f.col is None, f.row is None, f.per_query) for f in term.factors
-    )
+    factors = tuple((f.link, f.width, f.keyed, f.has_row, f.per_query) for f in term.factors)
     heads = task.heads, task.v.shape[1], *(f.k.shape[1] for f in term.factors)
     return (
-        factors, None if table is None else table.shape[2] > 1, rule, heads, task.v.shape[-1],
+        factors, None if bias is None else bias.per_query, rule, heads, task.v.shape[-1],
         task.v.dtype, task.device, task.log_mass,
     )  # fmt: skip
 
 
 def _shape(task: Task) -> tuple[int, ...]:
-    table = task.term.table
-    distances = 0 if table is None else table.shape[-1]
+    bias = task.term.relative
+    distances = 0 if bias is None else 2 * bias.clip + 1
     return task.batch, task.num_queries, task.num_keys, distances, int(torch.is_grad_enabled())
 
 

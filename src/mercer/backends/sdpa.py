@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ..filters import Causal, Filter, Full
 from ..opaque.operators import fake, learns, operator
-from ..term.term import Smoothed, Term, accumulator, as_column, at_least, join, repeat
+from ..term.layout import accumulator, as_column, at_least, join, repeat
+from ..term.mix import Smoothed
+from ..term.term import Term
 from . import Task
 
 name = "sdpa"
@@ -115,8 +117,7 @@ def _is_plain(term: Term) -> bool:
 
 def _learns_scale(term: Term) -> bool:
     # Its gradient is a sum of large numbers that cancel; flash attention has them rounded.
-    scales = (f.scale for f in term.factors if f.keyed)
-    return any(isinstance(scale, Tensor) and scale.requires_grad for scale in scales)
+    return any(f.learned.scale for f in term.factors if f.keyed)
 
 
 def _width(term: Term, v: Tensor) -> int:

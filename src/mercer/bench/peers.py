@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..filters import Causal, Full
-from ..term.term import accumulator
+from ..term.layout import accumulator
 from .contenders import Peer
 from .workload import Inputs
 from .written import SCORED, Eager, EagerScored, Flex, FlexRBF, FlexScored, bandwidth

@@ -14,7 +14,7 @@ from ..backends import sdpa
 from ..dispatch import rules
 from ..dispatch.choose import BACKENDS
 from ..dispatch.rules import Rule
-from ..term.term import accumulator
+from ..term.layout import accumulator
 from .catalogue import KERNELS
 from .contenders import Ours
 from .machine import device_name

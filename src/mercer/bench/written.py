@@ -13,7 +13,7 @@ from ..backends import Task, flex
 from ..backends.chunked.blocks import by_distance
 from ..dispatch.problem import prepare
 from ..kernels import RBF
-from ..term.term import accumulator
+from ..term.layout import accumulator
 from .contenders import Contender, Peer, refuse_to_swap
 from .workload import Inputs
 

@@ -9,7 +9,7 @@ from ..backends import Task, flex, sdpa
 from ..backends.chunked import backend as chunked
 from ..backends.polynomial import backend as linear
 from ..backends.triton import backend as triton
-from ..term.term import Smoothed, mix
+from ..term.mix import Smoothed, mix
 from . import rules
 
 

@@ -13,7 +13,7 @@ from ..backends import Task
 from ..filters import Filter
 from ..kernels import Kernel
 from ..term.features import Features, Input
-from ..term.term import accumulator, repeat
+from ..term.layout import accumulator, repeat
 from .choose import NAMES
 
 

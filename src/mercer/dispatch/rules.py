@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..backends import Task, sdpa
+from ..term.layout import accumulator
 from ..term.links import Power
-from ..term.sinusoids import Turned
-from ..term.term import Apart, Factor, LogScale, Scored, Sloped, Steered, Term, Unit, accumulator
+from ..term.term import Term
 
 PATH = Path(__file__).with_name("rules.json")
 # hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.
@@ -114,7 +114,7 @@ def describe(tasks: tuple[Task, ...]) -> Call:
     return Call(
         kind=kinds.pop() if len(kinds) == 1 else "mixed",
         half=accumulator(task.v.dtype) != task.v.dtype,
-        gradient=torch.is_grad_enabled() and any(_learns(task) for task in tasks),
+        gradient=any(task.learns for task in tasks),
         log_mass=task.log_mass,
         queries=task.num_queries,
         keys=task.num_keys,
@@ -139,32 +139,6 @@ def kind_of(term: Term) -> str:
         return "adaptive"
     single = len(term.factors) == 1 and not term.factors[0].keyed
     return "plain" if single and not isinstance(term.factors[0].scale, Tensor) else "keyed"
-
-
-def _learns(task: Task) -> bool:
-    bias = task.term.relative
-    tensors: list[object] = [task.v]
-    tensors += [bias.q, bias.source] if isinstance(bias, Scored) else [task.term.table]
-    for f in task.term.factors:
-        tensors += [*_parts_of(f), *_parts_of_scale(f)]
-        # The numbers of a distance are made of these.
-        tensors += [] if isinstance(f, Apart | Sloped) else [f.row, f.col]
-    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
-def _parts_of(f: Factor) -> tuple[Tensor, ...]:
-    """What its features are made of: those formed when asked for are not formed for this."""
-    if isinstance(f, Turned):
-        return (f.asking,) if f.weight is None else (f.asking, f.weight)
-    return (f.queries, f.keys) if isinstance(f, Unit) else (f.q, f.k)
-
-
-def _parts_of_scale(f: Factor) -> tuple[object, ...]:
-    if isinstance(f, Steered):
-        return f.x, f.w, f.base.log
-    if isinstance(f, Apart) and isinstance(f.given, LogScale):
-        return (f.given.log,)
-    return (f.scale,)
 
 
 def read(text: str, backends: Collection[str]) -> Table:

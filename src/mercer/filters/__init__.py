@@ -13,3 +13,8 @@ from .patterns import Fixed as Fixed
 from .patterns import Memory as Memory
 from .patterns import Strided as Strided
 from .patterns import Window as Window
+
+# Every filter that the package declares: text, the bench, the tests and the docs follow from this.
+FILTERS: tuple[type[Filter], ...] = (
+    Full, Causal, Window, Memory, Strided, Fixed, Padding, Documents,
+)  # fmt: skip

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..opaque.spec import Spec
+from .entry import Entry
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -38,6 +39,8 @@ class Span:
 @dataclass(frozen=True)
 class Filter(Spec):
     """M(i), the keys that query i sees. A subclass defines `sees`; `covers` makes it fast."""
+
+    entry: ClassVar[Entry | None] = None
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         """Whether i sees j; `start` is the place of the first query, K - Q."""
@@ -168,6 +171,8 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 class Full(Filter):
     """Every query sees every key."""
 
+    entry = Entry(examples={"full": lambda: Full()})
+
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return True
 
@@ -182,6 +187,8 @@ class Full(Filter):
 @dataclass(frozen=True)
 class Causal(Filter):
     """j <= i."""
+
+    entry = Entry(examples={"causal": lambda: Causal()})
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return j <= i

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from .base import Filter, Index, Span
+from .entry import Entry
 
 
 @dataclass(frozen=True, eq=False)
 class Padding(Filter):
     """j < lengths[b]."""
+
+    entry = Entry(text=False, examples={"padding": lambda: Padding([7, 0])})
 
     lengths: Tensor  # [B]
 
@@ -81,6 +84,13 @@ class Padding(Filter):
 @dataclass(frozen=True, eq=False)
 class Documents(Filter):
     """ids[b, i] = ids[b, j]: sequences packed into one row do not see each other."""
+
+    entry = Entry(
+        text=False,
+        examples={
+            "documents": lambda: Documents([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [5] * 11]),
+        },
+    )
 
     ids: Tensor  # [B, K]
 

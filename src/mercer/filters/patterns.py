@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .base import Causal, Filter, Index, Span
+from .entry import Entry
 
 
 @dataclass(frozen=True)
 class Window(Filter):
     """i - left <= j <= i + right; -1 is open."""
+
+    entry = Entry(
+        numbers={"left": None, "right": 0},
+        examples={
+            "window": lambda: Window(3, 1),
+            "window-left": lambda: Window(2, 0),
+            "window-open": lambda: Window(-1, 2),
+        },
+    )
 
     left: int
     right: int
@@ -70,6 +80,8 @@ class Memory(Filter):
     The segment starts with the first query of the call, or at `start` where one is given.
     """
 
+    entry = Entry(numbers={"length": None}, examples={"memory": lambda: Memory(2)})
+
     length: int
     start: int | None = field(default=None, repr=False)
 
@@ -105,6 +117,8 @@ class Memory(Filter):
 class Strided(Filter):
     """Causal and (i - j < stride or (i - j) mod stride = 0): Sparse Transformer's first pattern."""
 
+    entry = Entry(numbers={"stride": None}, examples={"strided": lambda: Strided(3)})
+
     stride: int
 
     def __post_init__(self) -> None:
@@ -130,6 +144,8 @@ class Strided(Filter):
 @dataclass(frozen=True)
 class Fixed(Filter):
     """Causal and (same block of `stride`, or j mod stride >= stride - summary)."""
+
+    entry = Entry(numbers={"stride": None, "summary": 1}, examples={"fixed": lambda: Fixed(4, 2)})
 
     stride: int
     summary: int = 1

@@ -18,3 +18,9 @@ from .position import ALiBi as ALiBi
 from .position import Buckets as Buckets
 from .position import Lookup as Lookup
 from .position import RelativeSinusoid as RelativeSinusoid
+
+# Every kernel that the package declares: text, the bench, the tests and the docs follow from this.
+KERNELS: tuple[type[Kernel], ...] = (
+    Exponential, RBF, AdaptiveRBF, Polynomial, Linear, RationalQuadratic, Laplace, Matern, Cosine,
+    ALiBi, Lookup, RelativeSinusoid, Buckets,
+)  # fmt: skip

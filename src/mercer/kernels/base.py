@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import mul
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..term.features import Features, Input
 from ..term.term import Term
+from .entry import Entry
 
 MAX_TERMS = 64
 
@@ -17,6 +19,7 @@ MAX_TERMS = 64
 class Kernel(nn.Module):
     """w(q, k) >= 0. `log_weight` defines it; `terms` is its lowering, () where it has none."""
 
+    entry: ClassVar[Entry | None] = None
     symmetric: bool = True
     positive: bool = True
     valid: bool = True

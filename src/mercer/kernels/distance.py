@@ -16,10 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..term.factors import Apart, LogScale, Steered
 from ..term.features import Input
-from ..term.links import Matern12, Matern32, Matern52, Rational
-from ..term.term import Apart, Link, LogScale, Steered, Term, accumulator
+from ..term.layout import accumulator
+from ..term.links import Link, Matern12, Matern32, Matern52, Rational
+from ..term.term import Term
 from .base import Kernel
+from .entry import Entry, normal
 
 Bandwidth = float | Sequence[float] | Tensor | None
 
@@ -99,9 +102,25 @@ class Distance(Kernel):
 class RBF(Distance):
     """exp(-|q - k|^2 / 2 s^2)."""
 
+    entry = Entry(
+        kind="keyed",
+        bench=("rbf", lambda h, d: RBF(d**0.5, heads=h)),
+        examples={
+            "rbf": lambda h, d: RBF(),
+            "rbf-fixed": lambda h, d: RBF(1.5, trainable=False),
+            "rbf-per-head": lambda h, d: RBF([1.0 + 1.5 * n for n in range(h)]),
+        },
+    )
+
 
 class Laplace(Distance):
     """exp(-|q - k| / s)."""
+
+    entry = Entry(
+        kind="link",
+        bench=("laplace", lambda h, d: Laplace(d**0.5, heads=h)),
+        examples={"laplace": lambda h, d: Laplace(2.0)},
+    )
 
     link = Matern12()
 
@@ -111,6 +130,12 @@ class Laplace(Distance):
 
 class RationalQuadratic(Distance):
     """(1 + |q - k|^2 / 2 alpha s^2)^-alpha."""
+
+    entry = Entry(
+        kind="link",
+        bench=("rational", lambda h, d: RationalQuadratic(d**0.5, heads=h)),
+        examples={"rational": lambda h, d: RationalQuadratic(alpha=0.5)},
+    )
 
     def __init__(
         self,
@@ -134,6 +159,16 @@ class RationalQuadratic(Distance):
 
 class Matern(Distance):
     """The Matern kernel of smoothness nu = 1/2, 3/2 or 5/2 at r = |q - k| / s."""
+
+    entry = Entry(
+        kind="link",
+        bench=("matern", lambda h, d: Matern(1.5, d**0.5, heads=h)),
+        examples={
+            "matern-1/2": lambda h, d: Matern(0.5, heads=h),
+            "matern-3/2": lambda h, d: Matern(1.5),
+            "matern-5/2": lambda h, d: Matern(2.5, 3.0),
+        },
+    )
 
     def __init__(
         self,
@@ -159,6 +194,12 @@ class AdaptiveRBF(Distance):
     starts as RBF and no query leaves the base bandwidth by more than a factor exp(reach).
     """
 
+    entry = Entry(
+        kind="adaptive",
+        bench=("adaptive", lambda h, d: AdaptiveRBF._with_weight(d**-0.5, d, d**0.5, heads=h)),
+        examples={"adaptive": lambda h, d: AdaptiveRBF._with_weight(1.0, d, heads=h)},
+    )
+
     symmetric = False
     valid = False
 
@@ -177,6 +218,13 @@ class AdaptiveRBF(Distance):
             raise ValueError(f"reach must be a positive finite number, but came as {reach}")
         self.reach = reach
         self.weight = nn.Parameter(torch.zeros(heads or 1, dim))
+
+    @classmethod
+    def _with_weight(cls, size: float, dim: int, *bandwidth: float, heads: int) -> AdaptiveRBF:
+        """Away from its start, where it is a plain RBF."""
+        kernel = cls(dim, *bandwidth, heads=heads)
+        kernel.weight.data = normal(heads, dim).data * size
+        return kernel
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s_i^2, [B, H, Q, 1]."""

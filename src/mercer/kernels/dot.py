@@ -8,14 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..term.factors import LEAST_LENGTH, Factor, Unit
 from ..term.features import Input
+from ..term.layout import accumulator
 from ..term.links import Power
-from ..term.term import LEAST_LENGTH, Factor, Term, Unit, accumulator
+from ..term.term import Term
 from .base import Kernel
+from .entry import Entry
 
 
 class Exponential(Kernel):
     """exp(scale <q, k>), scale 1/sqrt(D) by default."""
+
+    entry = Entry(
+        kind="plain",
+        bench=("softmax", lambda h, d: Exponential()),
+        examples={
+            "exponential": lambda h, d: Exponential(),
+            "exponential-scale": lambda h, d: Exponential(0.7),
+        },
+    )
 
     def __init__(self, scale: float | None = None, on: str = "content") -> None:
         super().__init__()
@@ -50,6 +62,12 @@ class Exponential(Kernel):
 class Cosine(Kernel):
     """exp(scale <q, k> / |q||k|): the exponential kernel on the sphere."""
 
+    entry = Entry(
+        kind="plain",
+        bench=("cosine", lambda h, d: Cosine()),
+        examples={"cosine": lambda h, d: Cosine(3.0)},
+    )
+
     def __init__(self, scale: float = 10.0, on: str = "content") -> None:
         super().__init__()
         if not (math.isfinite(scale) and scale > 0):
@@ -73,6 +91,15 @@ class Cosine(Kernel):
 
 class Polynomial(Kernel):
     """<q, k>^degree for an even degree: never negative, with zeros."""
+
+    entry = Entry(
+        kind="power",
+        bench=("polynomial", lambda h, d: Polynomial(2)),
+        examples={
+            "polynomial": lambda h, d: Polynomial(2),
+            "polynomial-4": lambda h, d: Polynomial(4),
+        },
+    )
 
     def __init__(self, degree: int = 2, on: str = "content") -> None:
         super().__init__()
@@ -109,6 +136,8 @@ class Polynomial(Kernel):
 
 class Linear(Polynomial):
     """<q, k>: it can be negative, so that the sum of weights can vanish."""
+
+    entry = Entry(kind="power", examples={"linear": lambda h, d: Linear(signed=True)})
 
     positive = False
 

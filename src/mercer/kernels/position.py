@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..memory.constants import constant
+from ..term.biases import Relative, Scored, Slope
 from ..term.features import Features, Input
+from ..term.layout import accumulator
 from ..term.sinusoids import Turned, coefficients, run_of_sinusoids, waves
-from ..term.term import Formed, Relative, Scored, Slope, Term, accumulator
+from ..term.term import Term
 from .base import Kernel
+from .dot import Exponential
+from .entry import Entry, normal
 
 
 class Positional(Kernel):
@@ -37,6 +40,16 @@ class Positional(Kernel):
 
 class Lookup(Positional):
     """exp(scale <q_i, a_{clip(i - j, -c, c)}>), scale 1/sqrt(D) by default."""
+
+    entry = Entry(
+        kind="table",
+        text=False,
+        bench=("lookup", lambda h, d: Exponential() * Lookup(normal(129, d))),
+        examples={
+            "lookup": lambda h, d: Lookup(normal(5, d)),
+            "lookup-per-head": lambda h, d: Lookup(normal(h, 7, d), scale=0.5),
+        },
+    )
 
     table: Tensor
 
@@ -79,19 +92,13 @@ class Lookup(Positional):
                 f"the table has {self.table.shape[0]} heads, but the queries have {q.shape[1]}"
             )
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        form = partial(_scaled_rows, scale, accumulator(q.dtype))
-        return Scored(q=q, rows=form(self.table), rows_formed=Formed(form, (self.table,)))
+        rows = scale * self.table.to(accumulator(q.dtype))
+        return Scored(q=q, rows=rows if rows.dim() == 3 else rows[None])
 
     @property
     def formula(self) -> str:
         scale = "/ sqrt(D)" if self.scale is None else f"* {self.scale:g}"
         return f"exp(<{'q' if self.on == 'content' else f'q.{self.on}'}, a(i-j)> {scale})"
-
-
-def _scaled_rows(scale: float, dtype: torch.dtype, table: Tensor) -> Tensor:
-    """[1 or H, 2c + 1, D]."""
-    rows = scale * table.to(dtype)
-    return rows if rows.dim() == 3 else rows[None]
 
 
 # More sinusoids than these are more features than a fused kernel takes. On these devices they
@@ -112,6 +119,13 @@ class RelativeSinusoid(Positional):
 
     The coefficients c are the query's part, or the product of that part with a weight [H, D, P].
     """
+
+    entry = Entry(
+        kind="several",
+        text=False,
+        bench=("relative-sinusoid", lambda h, d: Exponential() * RelativeSinusoid()),
+        examples={"relative-sinusoid": lambda h, d: RelativeSinusoid()},
+    )
 
     weight: Tensor | None
 
@@ -189,6 +203,12 @@ class RelativeSinusoid(Positional):
 class ALiBi(Positional):
     """exp(-slope |i - j|), one slope per head."""
 
+    entry = Entry(
+        kind="keyed",
+        bench=("alibi", lambda h, d: Exponential() * ALiBi(ALiBi.standard(h))),
+        examples={"alibi": lambda h, d: ALiBi(nn.Parameter(ALiBi.standard(h)))},
+    )
+
     symmetric = True
     slopes: Tensor
 
@@ -239,6 +259,18 @@ class ALiBi(Positional):
 class Buckets(Positional):
     """exp(table[bucket(i - j), h]): T5's relative position bias, with its table [buckets, H]."""
 
+    entry = Entry(
+        kind="table",
+        text=False,
+        bench=("buckets", lambda h, d: Exponential() * Buckets(normal(32, h))),
+        examples={
+            "buckets": lambda h, d: Buckets(normal(8, h), max_distance=6),
+            "buckets-one-way": lambda h, d: Buckets(
+                normal(6, h), max_distance=5, bidirectional=False
+            ),
+        },
+    )
+
     table: Tensor
 
     def __init__(
@@ -274,9 +306,8 @@ class Buckets(Positional):
         q = Features.of(q)
         self.check(q)
         dtype = accumulator(q.tensors()[0].dtype)
-        form = partial(_by_distance, self.max_distance, self.bidirectional, dtype)
-        relative = Relative(table=form(self.table), formed=Formed(form, (self.table,)))
-        return (Term(biases=(relative,)),)
+        table = _by_distance(self.max_distance, self.bidirectional, dtype, self.table)
+        return (Term(biases=(Relative(table=table),)),)
 
     def bucket(self, away: Tensor) -> Tensor:
         """Small distances have a bucket each; larger ones share buckets of equal ratio."""

@@ -32,7 +32,7 @@ from ..nn import (
     TokenKernels,
 )
 from ..systems import Attention
-from ..term.term import Scored
+from ..term.biases import Scored
 
 Role = Literal["decoder", "encoder", "cross"]
 TOKEN_OPTIONS = ("size", "on", "heads", "layers", "temperature", "boundary", "start")

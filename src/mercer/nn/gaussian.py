@@ -8,21 +8,21 @@ cache holds x once.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..dispatch import recall
 from ..dispatch.problem import check_options
 from ..explain import Explanation, explain
 from ..filters import Causal, Filter, Window
 from ..kernels import Kernel
 from ..kernels.distance import Bandwidth, read_bandwidth, squared_distance
 from ..smoother import smooth
+from ..term.factors import BEND, Apart, LogScale, Steered
 from ..term.features import Features, Input
-from ..term.term import BEND, Apart, LogScale, Steered, Term, accumulator
+from ..term.layout import accumulator
+from ..term.term import Term
 from .attention import check_sizes
 from .cache import Cache, SegmentMemory
 from .positions import Rotary, place
@@ -281,20 +281,6 @@ class _LayerRBF(Kernel):
     @property
     def formula(self) -> str:
         return "exp(-|q - k|^2 / 2 s_h^2)" if self.symmetric else "exp(-|q - k|^2 / 2 s_h(q)^2)"
-
-
-def _read_layer(
-    kernel: _LayerRBF, facts: list[Any], tensors: list[Any], held: list[object]
-) -> bool:
-    layer = kernel._layer[0]
-    facts += (_LayerRBF, layer.adaptive, layer.trainable, layer.bounds)
-    tensors.append(layer.log_bandwidth)
-    if layer.adaptive:
-        tensors.append(layer.steering)
-    return True
-
-
-recall.READERS[_LayerRBF] = _read_layer
 
 
 def spread(head_dim: int, num_heads: int) -> list[float]:

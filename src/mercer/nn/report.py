@@ -21,8 +21,8 @@ from torch import Tensor
 from ..filters import Filter
 from ..kernels import Exponential, Kernel
 from ..smoother import smooth
+from ..term.factors import half_norm
 from ..term.features import Features
-from ..term.term import half_norm
 
 
 @dataclass(frozen=True, kw_only=True)

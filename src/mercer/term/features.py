@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from .term import repeat
+from .layout import repeat
 
 
 class Features:

@@ -1,7 +1,7 @@
 """The links: log |w| of a factor as a function of s, each with its slope.
 
-Distance links take s = -r^2 / 2, where r is the distance in units of the bandwidth. They live
-beside the waist, not with the kernels, because fused backends know them by name.
+Distance links take s = -r^2 / 2, where r is the distance in units of the bandwidth. They are here
+and not in kernels/ because fused backends have their own code for each of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,30 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .term import Link
+from ..opaque.spec import Spec
+
+
+@dataclass(frozen=True)
+class Link(Spec):
+    """log |w| as a function of s, elementwise. A subclass defines `log` and its derivative."""
+
+    signed: ClassVar[bool] = False
+    cusp: ClassVar[bool] = False
+    formula: ClassVar[str] = "link(s)"
+
+    def log(self, s: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define log(s)")
+
+    def sign(self, s: Tensor) -> Tensor:
+        return torch.ones_like(s)
+
+    def slope(self, s: Tensor) -> Tensor:
+        """d log |w| / ds."""
+        raise NotImplementedError(f"{type(self).__name__} must define slope(s)")
+
+    def pull(self, s: Tensor, weight: Tensor, log_rest: Tensor) -> Tensor:
+        """dw / ds, where weight = w(s) exp(log_rest); its own method for links with zeros."""
+        return weight * self.slope(s)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..memory.constants import constant
 from ..opaque.operators import fake, operator
-from .term import Factor, accumulator
+from .factors import Factor
+from .layout import accumulator
+from .learned import Learned, needs_gradient
 
 # What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
 # has it says so.
@@ -134,6 +135,11 @@ class Turned(Factor):
         return (self.asking if self.weight is None else self.weight).shape[-1]
 
     @property
+    def learned(self) -> Learned:
+        q = needs_gradient(self.asking, self.weight)
+        return Learned(q, k=False, scale=False, row=False, col=False)
+
+    @property
     def c(self) -> Tensor:
         """[B, H, Q, P]."""
         if self._c is None:
@@ -148,12 +154,12 @@ class Turned(Factor):
 
     @property
     def k(self) -> Tensor:  # type: ignore[override]
-        return self.forming_k(accumulator(self.asking.dtype))()
+        return self.keys_in(accumulator(self.asking.dtype))
 
-    def forming_k(self, dtype: torch.dtype) -> Callable[[], Tensor]:
-        """What forms them, in the accumulator's dtype, and rounds them to this one."""
+    def keys_in(self, dtype: torch.dtype) -> Tensor:
+        """`k`, computed in the accumulator's dtype and rounded to this one."""
         wide, device = accumulator(self.asking.dtype), self.asking.device
-        return partial(waves_of_keys, self.num_keys, self.width, self.base, wide, dtype, device)
+        return waves_of_keys(self.num_keys, self.width, self.base, wide, dtype, device)
 
 
 def waves_of_keys(

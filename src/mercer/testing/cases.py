@@ -14,7 +14,7 @@ from ..filters import Filter, Full
 from ..kernels import Kernel, Sum
 from ..smoother import smooth
 from ..term.features import Features
-from ..term.term import accumulator
+from ..term.layout import accumulator
 
 EXACT = 1e-10
 

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch.problem import Problem
+from ..term.factors import Factor
+from ..term.layout import accumulator, repeat
 from ..term.links import Power
-from ..term.term import Factor, Smoothed, Term, accumulator, repeat
+from ..term.mix import Smoothed
+from ..term.term import Term
 
 
 def rows(x: Tensor, first: int, count: int) -> Tensor:

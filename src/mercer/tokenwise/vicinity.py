@@ -44,7 +44,6 @@ from ..backends.tokenwise.taps import (
     joined,
     visible,
 )
-from ..dispatch import recall
 from ..dispatch.choose import choose
 from ..dispatch.problem import Problem, prepare
 from ..filters import And, Causal, Earlier, Filter, Full, Memory, Padding, Window
@@ -53,7 +52,8 @@ from ..memory.growing import Growing
 from ..smoother import reference as smooth_densely
 from ..smoother import solve
 from ..term.features import Features, Input
-from ..term.term import Again, Repeatable, Smoothed, at_least, mix, repeat
+from ..term.layout import at_least, repeat
+from ..term.mix import Smoothed, mix
 from .nearest import Column, average, rows
 
 
@@ -99,14 +99,6 @@ def vicinity(
         boundary: which taps a query sees near itself: none, left, truncate or shrink.
         kernel, filter, backend, dropout_p, return_log_mass: as in `smooth`.
     """
-    call = None
-    if not (dropout_p or return_log_mass):
-        options, taps = ("vicinity", backend, boundary, normalize), (key_taps, value_taps)
-        call = recall.look(kernel, q, k, v, filter, *options, more=taps)
-    if call is not None and (known := recall.find(call)) is not None:
-        out: Tensor | None = known(call.tensors)
-        if out is not None:
-            return out
     problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
     check_boundary(boundary)
     check_temperature("normalize", normalize)
@@ -118,8 +110,6 @@ def vicinity(
     else:
         with torch.autocast(problem.v.device.type, enabled=False):
             result = checked.solve(backend)
-    if call is not None:
-        recall.keep(call, result)
     if not return_log_mass:
         return result.out
     assert result.log_mass is not None
@@ -293,15 +283,12 @@ class Vicinity:
         most = max(query.shape[-1], wide)
         most += -most % 8 if value.is_cuda else 0
         query, key, value = (at_least(x, most) for x in (query, key, value))
-        tensors = (query, key, value, key_taps, value_taps)
-        out = fused_taps.run(call, *tensors)
+        out = fused_taps.run(call, query, key, value, key_taps, value_taps)
         if out is None:
             return None
         out = out if most == wide else out[..., :wide]
         if whole.bad_queries is None or whole.bad_keys is None:
-            if most != wide or torch.compiler.is_compiling():
-                return Smoothed(out, None)
-            return Repeatable.of(out, None, Again(fused_taps.run, call, tensors))
+            return Smoothed(out, None)
         # Whatever its taps are, a key reads itself, so that a query sees all that is before it.
         seen = whole.bad_keys.cumsum(-1) > 0 if call.causal else whole.bad_keys.any(-1, True)
         return Smoothed(out.masked_fill((whole.bad_queries | seen)[..., None], math.nan), None)

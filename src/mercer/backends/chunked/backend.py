@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
 from ...opaque.spec import decode
-from ...term.term import Smoothed, accumulator, repeat
+from ...term.layout import accumulator, repeat
+from ...term.mix import Smoothed
 from .. import Task
 from .blocks import Blocks, block_side, keys_of_block
 

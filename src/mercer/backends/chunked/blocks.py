@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...filters import Filter, Span
 from ...opaque.spec import decode
-from ...term.term import Link, accumulator
+from ...term.layout import accumulator
+from ...term.links import Link
 
 BLOCK_ELEMENTS = 2**21
 MOST_KEYS = 4096

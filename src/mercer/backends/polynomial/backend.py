@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ...filters import And, Causal, Filter, Full, Padding
 from ...opaque.operators import fake, learns, operator
+from ...term.layout import accumulator, repeat
 from ...term.links import Power
-from ...term.term import Smoothed, accumulator, repeat
+from ...term.mix import Smoothed
 from .. import Task
 from . import fused as fused_squares
 from .chunked_sums import Walk, absorb, features, room, slices
@@ -43,7 +44,7 @@ def refuses(task: Task) -> str | None:
     if factor.link != Power(2):
         formula = "exp(s)" if factor.link is None else factor.link.formula
         return f"the link {formula} is not s^2: no small finite features"
-    if factor.keyed or factor.row is not None:
+    if factor.keyed or factor.has_row:
         return "a number per key or per query is added inside the square"
     if factor.width == 0:
         return "there are no features"

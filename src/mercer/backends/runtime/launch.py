@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,23 +28,6 @@ if TYPE_CHECKING:
 # Triton's own interpreter, in which the tests run these kernels on a CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_local = threading.local()
-
-
-def listening() -> Callable[..., None] | None:
-    """What hears of the launches of this thread."""
-    return getattr(_local, "listener", None)
-
-
-@contextlib.contextmanager
-def heard(listener: Callable[..., None] | None) -> Iterator[None]:
-    """With it, `listener` is told of every launch before it starts."""
-    before, _local.listener = listening(), listener
-    try:
-        yield
-    finally:
-        _local.listener = before
-
 
 @dataclass(eq=False)
 class Launch:
@@ -62,8 +43,6 @@ class Launch:
     caches: bool = False
 
     def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
-        if (listener := listening()) is not None:
-            listener(self, tensors, numbers)
         if INTERPRETED:
             self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
             return
@@ -106,28 +85,21 @@ def _share_room(compiled: Any, device: torch.device) -> None:
         driver.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), CARVEOUT, percent)
 
 
-# No query has anything for itself.
-NO_OWN = (0,)
-
-
 def launch_of(
     p: Plan, kind: str, *, parts: int = 0, inside: tuple[int, int] = NOWHERE,
     grad_copies: bool = False, low: bool = False, part: int = 0, add: bool = False,
-    cut: bool = False, lse: bool = False, store: bool = False, own: tuple[int, ...] = NO_OWN,
-    most: int = 0,
+    cut: bool = False, lse: bool = False, store: bool = False,
 ) -> Launch:  # fmt: skip
     """The kernel of this kind for the plan.
 
     `parts`: into how many the keys of few queries are cut; `inside`: what it forms of
     keys itself, for each slot.
-    `own`: whether queries have values (1) or keys, too (2), for themselves, and what else Triton
-    compiles for; `most`: how many blocks may say what of it is not finite.
     """
-    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store, own, most)
+    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store)
     found = p.launches.get(key)
     if found is not None:
         return found
-    from ..triton.kernels import backward as triton_backward
+    from ..triton.kernels import backward_keys, backward_queries
     from ..triton.kernels import forward as triton_kernels
 
     sizes = sizes_of("split" if parts else kind, p)
@@ -142,16 +114,16 @@ def launch_of(
         kernel: Any = triton_kernels.forward
         flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "SPREAD": spread}
         flags |= {"INSIDE0": inside[0], "INSIDE1": inside[1], "SUMMED": p.static.summed}
-        flags |= {"MOST": most, "FAST": 0, "GROUPED": p.static.grouped}
+        flags |= {"FAST": 0, "GROUPED": p.static.grouped}
     else:
-        kernel = triton_backward.backward_keys
+        kernel = backward_keys.backward_keys
         flags |= {
             "NORM0": slots[0].norm, "NORM1": two and slots[-1].norm,
             "WANT0": slots[0].wants, "WANT1": two and slots[-1].wants,
             "SAVE_COL0": slots[0].saves, "SAVE_COL1": two and slots[-1].saves,
         }  # fmt: skip
         if kind == "queries":
-            kernel = triton_backward.backward_queries
+            kernel = backward_queries.backward_queries
             flags["SPREAD"] = spread
             flags |= {"CUT": cut, "HAS_LSE": lse, "FIRST": not add}
             flags["HAS_LOW"] = low
@@ -161,7 +133,6 @@ def launch_of(
     else:
         flags["TMA"] = k0 and v and (k1 or not (two or spread))
     flags["TOKENS"] = p.static.tokens
-    flags["OWN"] = own[0]
     flags["TILED"] = p.static.clip >= 0 and band
     # What has more to do needs all the registers there are.
     lean = flags["TMA"] or p.constants["CLIP"] >= 0
@@ -169,7 +140,7 @@ def launch_of(
     lean = lean and (not two or p.constants["SAME"])
     flags["HELD"] = sizes.held if lean else 0
     plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0 and not two and not parts
-    if kind == "forward" and plain and flags["TMA"] and not own[0] and (lean or INTERPRETED):
+    if kind == "forward" and plain and flags["TMA"] and (lean or INTERPRETED):
         flags["FAST"] = 2 if p.still else 1
     constants = p.constants | flags
     # The copy engine fills up what lies beyond the width.

@@ -4,8 +4,6 @@ Of T keys, those a query sees whole, all but its nearest P, are flash attention'
 j <= i - P is causal again for the queries from P on and the first T - P keys. What the nearest add
 is merged by log_mass. Its backward needs no second pass over the keys: flash attention's backward
 is given the output and the log_mass of the whole rows, from which it forms their own weights.
-Where only the key at a query's own place is cut and sequences are short, our own kernels do both
-(own_key.py).
 
 Before and after flash attention there are small passes, in Triton (taps_launch.py) or, on a CPU,
 in plain PyTorch (plain_taps.py). Outside of compiled graphs an autograd function runs all of it,
@@ -14,8 +12,6 @@ inside them one opaque operator each way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -23,12 +19,10 @@ import torch
 from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
-from ...term.term import accumulator
+from ...term.layout import accumulator
 from ..runtime.launch import INTERPRETED
-from ..runtime.replay import play
 from ..triton.backend import INSTALLED
 from ..triton.plan import by_tokens, empty
-from . import diagonal as own_key
 from . import launch as taps_launch
 from . import plain as plain_taps
 from .plain import Call
@@ -112,17 +106,6 @@ class Kept(NamedTuple):
     lse: Tensor | None  # see Near
     far_lse: Tensor | None
     scores: Tensor | None
-    # Keys and values as own_key.py takes them, where it has no others; then there are no scores.
-    own_k: Tensor | None = None
-    own_v: Tensor | None = None
-
-    def seen(self, k: Tensor, v: Tensor) -> own_key.Seen | None:
-        """What own_key.py read, if it was asked; k and v are as they came."""
-        if self.vt is None or self.far_lse is not None:
-            return None
-        own_k = None if self.keys is None else k if self.own_k is None else self.own_k
-        own_v = self.vt if self.values is None else v if self.own_v is None else self.own_v
-        return own_key.Seen(k if self.kt is None else self.kt, self.vt, own_k, own_v)
 
     def raw(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as they came; a copy that no kernel made serves as well."""
@@ -143,16 +126,6 @@ def forward(
     if length <= cut:
         out, near = passes.merge(q, k, v, keys, values, None, None, None, call)
         return Kept(out, None, None, keys, values, near.lse, None, near.scores), ()
-    if passes is taps_launch and own_key.takes(q, v, call):
-        kt, vt, own_k, own_v, bad = taps_launch.convolve_with_own(k, v, keys, values, call)
-        seen = own_key.Seen(kt, vt, None if keys is None else own_k, own_v)
-        out, lse = own_key.forward(q, seen, bad, call)
-        given = (
-            None if kernel is None or call.lone else x
-            for kernel, x in ((keys, own_k), (values, own_v))
-        )
-        made = None if keys is None else kt
-        return Kept(out, made, vt, keys, values, lse, None, None, *given), ()
     kt, vt, bad = passes.convolve(k, v, keys, values, call)
     far, far_lse, rest = flash(
         q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut], call, chosen
@@ -169,20 +142,17 @@ def backward(
     value_taps: Tensor | None, kept: Kept, rest: tuple[Any, ...], call: Call,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dq, dk, dv and those of the taps."""
-    out, kt, vt, keys, values, lse, far_lse, scores, *_ = kept
+    out, kt, vt, keys, values, lse, far_lse, scores = kept
     passes, cut, length, far = _passes(q.device), call.cut, q.shape[2], None
     if grad.stride() != out.stride():
         grad = torch.empty_like(out).copy_(grad)
-    raw, more = kept.raw(k, v), {}
-    if (seen := kept.seen(*raw)) is not None and lse is not None:
-        far, more["near"] = own_key.backward(grad, q, seen, out, lse, call)
-    elif kt is not None and vt is not None and far_lse is not None:
+    if kt is not None and vt is not None and far_lse is not None:
         far = flash_backward(
             grad[:, :, cut:], q[:, :, cut:], kt[:, :, : length - cut], vt[:, :, : length - cut],
             out[:, :, cut:], far_lse, rest, call,
         )  # fmt: skip
     dq, dk, dv, *dkernels = passes.backward(
-        q, *raw, keys, values, grad, out, lse, scores, far, call, **more
+        q, *kept.raw(k, v), keys, values, grad, out, lse, scores, far, call
     )
     dtaps = passes.kernels_backward(dkernels, (keys, values), (key_taps, value_taps), call)
     return dq, dk, dv, *dtaps
@@ -197,8 +167,7 @@ class _Fused(torch.autograd.Function):
         value_taps: Tensor | None, call: Call, chosen: int,
     ) -> Tensor:  # fmt: skip
         given = (q, k, v, key_taps, value_taps)
-        found = _play("taps", (call, chosen), given, partial(_forward, call, chosen))
-        kept, rest = Kept(*found[:KEPT]), found[KEPT:]
+        kept, rest = forward(*given, call, chosen)
         ctx.call, ctx.rest = call, tuple(None if isinstance(x, Tensor) else x for x in rest)
         tensors = (x if isinstance(x, Tensor) else None for x in rest)
         ctx.save_for_backward(q, *kept.raw(k, v), key_taps, value_taps, *kept, *tensors)
@@ -207,37 +176,10 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _play(
-            "taps backward", (ctx.call, ctx.rest), (grad, *ctx.saved_tensors),
-            partial(_backward, ctx.call, ctx.rest),
-        )  # fmt: skip
-        return *found, None, None
-
-
-def _play(
-    name: str, options: Any, tensors: Sequence[Tensor | None], run: Callable[..., Sequence[Any]]
-) -> list[Any]:
-    """run(*tensors), on a GPU perhaps by the tape of an earlier call."""
-    first = next(x for x in tensors if x is not None)
-    taped = first.is_cuda or INTERPRETED
-    return play(name, options, tensors, run) if taped else list(run(*tensors))
-
-
-def _forward(
-    call: Call, chosen: int, q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None,
-    value_taps: Tensor | None,
-) -> list[Any]:  # fmt: skip
-    kept, rest = forward(q, k, v, key_taps, value_taps, call, chosen)
-    return [*kept, *rest]
-
-
-def _backward(
-    call: Call, rest: tuple[Any, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    key_taps: Tensor | None, value_taps: Tensor | None, *saved: Any,
-) -> list[Any]:  # fmt: skip
-    """`rest` comes without its tensors: those are `saved` last."""
-    whole = tuple(x if y is None else y for x, y in zip(rest, saved[KEPT:], strict=True))
-    return [*backward(grad, q, k, v, key_taps, value_taps, Kept(*saved[:KEPT]), whole, call)]
+        q, k, v, key_taps, value_taps, *saved = ctx.saved_tensors
+        kept, tensors = Kept(*saved[:KEPT]), saved[KEPT:]
+        rest = tuple(x if y is None else y for x, y in zip(ctx.rest, tensors, strict=True))
+        return *backward(grad, q, k, v, key_taps, value_taps, kept, rest, ctx.call), None, None
 
 
 @operator
@@ -251,18 +193,8 @@ def smooth_taps(
     """
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
     chosen = _choice(q, k, v, call) or FLASH
-    return _play(
-        "taps alone", (call, chosen, tokens), (q, k, v, key_taps, value_taps),
-        partial(_forward_alone, call, chosen, tokens),
-    )  # fmt: skip
-
-
-def _forward_alone(
-    call: Call, chosen: int, tokens: bool, q: Tensor, k: Tensor, v: Tensor,
-    key_taps: Tensor | None, value_taps: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
     kept, _ = forward(q, k, v, key_taps, value_taps, call, chosen)
-    out, kt, vt, keys, values, lse, far_lse, scores, own_k, own_v = kept
+    out, kt, vt, keys, values, lse, far_lse, scores = kept
     # An operator does not give back what came.
     kt, vt = kt.clone() if kt is k else kt, vt.clone() if vt is v else vt
     far_lse = None if far_lse is None else far_lse.reshape(far_lse.shape[:3])
@@ -273,7 +205,6 @@ def _forward_alone(
         _laid(out, tokens),
         *(q.new_empty(0) if x is None else x.contiguous() for x in (kt, vt)),
         *(q.new_empty(0, dtype=wide) if x is None else x.contiguous() for x in numbers),
-        *(q.new_empty(0) if x is None else x for x in (own_k, own_v)),
     ]
 
 
@@ -287,19 +218,13 @@ def _(
         (0,) if x is None else (*x.shape[:3], 1 + cut, x.shape[-1]) for x in (key_taps, value_taps)
     )
     near = ((batch, heads, length), (batch, heads, length - cut), (batch, heads, length, cut))
-    call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
-    own = far and _passes(q.device) is taps_launch and own_key.takes(q, v, call)
-    given = (cut, far and not own, cut and not own)
+    given = (cut, far, cut)
     shapes = (s if there else (0,) for s, there in zip(near, given, strict=True))
     return [
         _empty(q, tokens),
-        k.new_empty(k.shape if far and not (own and key_taps is None) else (0,)),
+        k.new_empty(k.shape if far else (0,)),
         v.new_empty(v.shape if far else (0,)),
         *(q.new_empty(s, dtype=wide) for s in (*kernels, *shapes)),
-        *(
-            x.new_empty(x.shape if own and taps is not None and not call.lone else (0,))
-            for x, taps in ((k, key_taps), (v, value_taps))
-        ),
     ]
 
 
@@ -324,17 +249,7 @@ def smooth_taps_backward(
     """The backward for compiled graphs: of q, k, v and of the taps that there are."""
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
     chosen = _choice(q, k, v, call) or FLASH
-    return _play(
-        "taps alone, backward", (call, chosen, tokens),
-        (grad, q, k, v, key_taps, value_taps, *made),
-        partial(_backward_alone, call, chosen, tokens),
-    )  # fmt: skip
-
-
-def _backward_alone(
-    call: Call, chosen: int, tokens: bool, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    key_taps: Tensor | None, value_taps: Tensor | None, out: Tensor, *others: Tensor,
-) -> list[Tensor]:  # fmt: skip
+    out, *others = made
     kept = Kept(out, *(x if x.numel() else None for x in others))
     rest: tuple[Any, ...] = ()
     if kept.far_lse is not None and q.is_cuda:
@@ -447,7 +362,7 @@ def gather(table: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
 
 def _take(table: Tensor, ids: Tensor) -> list[Tensor]:
     if INSTALLED and ids.numel() and (ids.is_cuda or INTERPRETED):
-        return play("take", None, (table, ids), taps_launch.take)
+        return taps_launch.take(table, ids)
     # Faster than table[ids], which takes any number of indices.
     found = table.index_select(0, ids.reshape(-1)).view(*ids.shape, *table.shape[1:])
     return list(found.unbind(2))
@@ -457,13 +372,8 @@ def _sum(grads: list[Tensor], ids: Tensor, count: int) -> Tensor:
     """The gradient of a table of so many rows."""
     single = grads[0].dtype != torch.float64
     if single and ids.numel() and INSTALLED and (ids.is_cuda or INTERPRETED):
-        (found,) = play("sum", count, (ids, *grads), partial(_sum_fast, count))
-        return found
+        return taps_launch.sum_by_id(grads, ids, count)
     return sum_by_id(torch.stack(grads, 2).flatten(0, 1), ids.flatten(), count)
-
-
-def _sum_fast(count: int, ids: Tensor, *grads: Tensor) -> list[Tensor]:
-    return [taps_launch.sum_by_id(list(grads), ids, count)]
 
 
 class _Gather(torch.autograd.Function):

@@ -222,17 +222,15 @@ def kernels_backward(
 
 @triton.jit
 def convolve(
-    K, V, WK, WV, KT, VT, OWN_K, OWN_V, BAD,
+    K, V, WK, WV, KT, VT, BAD,
     kb, kh, kt, vb, vh, vt, heads, length, width, key_heads, value_heads,
     RK: tl.constexpr, SK: tl.constexpr, CK: tl.constexpr, LK: tl.constexpr,
     RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr, LV: tl.constexpr,
-    P: tl.constexpr, RULE: tl.constexpr, OWN: tl.constexpr, COPY: tl.constexpr, D: tl.constexpr,
-    BM: tl.constexpr,
+    P: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Keys and values, convolved by their whole kernels, contiguous [B, H, T, D], and finite.
 
-    BAD is the first place of each block that is not: by itself, or as it was mixed. OWN: also as the
-    query at the same place sees them. Without COPY, keys stay as they are.
+    BAD is the first place of each block that is not: by itself, or as it was mixed.
     """
     bh = tl.program_id(1)
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
@@ -241,13 +239,6 @@ def convolve(
     e = tl.arange(0, D)
     dtype: tl.constexpr = KT.dtype.element_ty
     line = bh.to(tl.int64)
-    own_x, own_y = 0.0, 0.0
-    if OWN and RK >= 0:
-        own_x = _seen(K, WK, kb, kh, kt, b, h, j, ok, e, length, width, key_heads,
-                      0, RK, SK, CK, RULE, D, BM)  # fmt: skip
-    if OWN and RV >= 0:
-        own_y = _seen(V, WV, vb, vh, vt, b, h, j, ok, e, length, width, value_heads,
-                      0, RV, SV, CV, RULE, D, BM)  # fmt: skip
     x = _whole(K, WK, kb, kh, kt, b, h, j, e, length, width, key_heads, RK, CK, LK, False, D, BM)
     y = _whole(V, WV, vb, vh, vt, b, h, j, e, length, width, value_heads, RV, CV, LV, False, D, BM)
     x, y = x.to(dtype), y.to(dtype)
@@ -264,13 +255,8 @@ def convolve(
         fx, fy = _fine(x.to(tl.float32)), _fine(y.to(tl.float32))
         x, y = tl.where(fx, x, 0.0).to(dtype), tl.where(fy, y, 0.0).to(dtype)
         first = tl.min(tl.where(own & fx & fy, NOWHERE, j[:, None]))
-    if COPY:
-        _put(KT, 0, length * width, width, b, line, j, ok, e, width, x)
+    _put(KT, 0, length * width, width, b, line, j, ok, e, width, x)
     _put(VT, 0, length * width, width, b, line, j, ok, e, width, y)
-    if OWN and RK >= 0:
-        _put(OWN_K, 0, length * width, width, b, line, j, ok, e, width, own_x)
-    if OWN and RV >= 0:
-        _put(OWN_V, 0, length * width, width, b, line, j, ok, e, width, own_y)
     tl.store(BAD + line * tl.num_programs(0) + tl.program_id(0), first)
 
 
@@ -450,9 +436,9 @@ def backward(
     RK: tl.constexpr, SK: tl.constexpr, CK: tl.constexpr, LK: tl.constexpr,
     RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr, LV: tl.constexpr,
     P: tl.constexpr, RULE: tl.constexpr, NORMAL: tl.constexpr, HAS_FAR: tl.constexpr,
-    ALONE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    ALONE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of QUERIES, KEYS, values and kernels from those that flash attention gave.
+    """Gradients of queries, keys, values and kernels from those that flash attention gave.
 
     ALONE: a query's nearest key shows it itself only, so that no row needs another's pull. All is
     read before anything is stored: a store would hold up the loads after it.
@@ -464,9 +450,8 @@ def backward(
     e = tl.arange(0, D)
     row = bh.to(tl.int64) * length + m
     v = _rows(V, vb, vh, vt, b, h, m, ok, e, width)
-    k, q, grad = v, v, v
-    if KEYS:
-        k = _rows(K, kb, kh, kt, b, h, m, ok, e, width)
+    k = _rows(K, kb, kh, kt, b, h, m, ok, e, width)
+    q, grad = v, v
     share, pull = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
     if ALONE:
         q = _rows(Q, qb, qh, qt, b, h, m, ok, e, width)
@@ -477,7 +462,7 @@ def backward(
         share = tl.exp(_at(SCORES, row, ok, 0, P, float("-inf")) - _at(LSE, row, ok, 0, 1, 0.0))
         pull = scale * share * tl.sum(grad * (y - out), 1)
     dq = tl.zeros((BM, D), tl.float32)
-    if QUERIES:
+    if P > 0:
         if HAS_FAR:
             dq = _rows(FAR_Q, fqb, fqh, fqt, b, h, m - P, ok & (m >= P), e, width)
         for a in tl.static_range(P):
@@ -487,19 +472,17 @@ def backward(
                 dq += pull[:, None] * x
             else:
                 dq += (scale * _at(PULLS, row, ok & (m >= a), a, P, 0.0))[:, None] * x
-    if KEYS:
-        dk, key_dots = _spread(
-            FAR_K, Q, PULLS, WK, k, q, pull, fkb, fkh, fkt, qb, qh, qt, b, h, m, ok, row, e, length,
-            width, key_heads, scale, RK, SK, CK, LK, P, RULE, NORMAL, HAS_FAR, ALONE, D, BM,
-        )  # fmt: skip
+    dk, key_dots = _spread(
+        FAR_K, Q, PULLS, WK, k, q, pull, fkb, fkh, fkt, qb, qh, qt, b, h, m, ok, row, e, length,
+        width, key_heads, scale, RK, SK, CK, LK, P, RULE, NORMAL, HAS_FAR, ALONE, D, BM,
+    )  # fmt: skip
     dv, value_dots = _spread(
         FAR_V, GRAD, SHARES, WV, v, grad, share, fvb, fvh, fvt, gb, gh, gt, b, h, m, ok, row, e,
         length, width, value_heads, 1.0, RV, SV, CV, LV, P, RULE, NORMAL, HAS_FAR, ALONE, D, BM,
     )  # fmt: skip
-    if QUERIES:
+    if P > 0:
         _put(DQ, db, dh, dt, b, h, m, ok, e, width, dq)
-    if KEYS:
-        _put(DK, db, dh, dt, b, h, m, ok, e, width, dk)
+    _put(DK, db, dh, dt, b, h, m, ok, e, width, dk)
     _put(DV, db, dh, dt, b, h, m, ok, e, width, dv)
     if RK >= 0:
         _put_dots(DWK, key_dots, b, h, m, ok, length, heads, RK, SK, CK, LK, P, RULE, NORMAL)

@@ -179,31 +179,8 @@ def convolve(
 
     Without a copy, flash attention's backward would multiply its zeros by what is not finite.
     """
-    kt, vt, _, _, bad = _convolve(k, v, keys, values, call, own=False)
-    return kt, vt, bad
-
-
-def convolve_with_own(
-    k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same, and between them keys and values as the query at their place sees them.
-
-    Keys without kernels are as they came.
-    """
-    return _convolve(k, v, keys, values, call, own=True)
-
-
-def _convolve(
-    k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call, *, own: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     k, v = _readable(k), _readable(v)
-    kt = k if own and keys is None else k.new_empty(k.shape)
-    vt = v.new_empty(v.shape)
-    own_k, own_v = kt, vt
-    if own:
-        # What has no kernels is the same for all.
-        own_k = kt if keys is None else k if call.lone else k.new_empty(k.shape)
-        own_v = vt if values is None else v if call.lone else v.new_empty(v.shape)
+    kt, vt = k.new_empty(k.shape), v.new_empty(v.shape)
     rows, grid = _grid("convolve", k)
     bad = k.new_empty((grid[1], grid[0]), dtype=torch.int32)
 
@@ -212,14 +189,12 @@ def _convolve(
             *k.stride()[:3], *v.stride()[:3], *k.shape[1:], _per_head(keys), _per_head(values)
         )  # fmt: skip
         targets = _target(keys, call, "K") | _target(values, call, "V") | _rule(call)
-        return grid, numbers, targets | {
-            "OWN": own and not call.lone, "COPY": kt is not k, "D": room(k.shape[3]), "BM": rows
-        }  # fmt: skip
+        return grid, numbers, targets | {"D": room(k.shape[3]), "BM": rows}
 
-    key = ("convolve", *_kind(k), v.stride(), _size(keys), _size(values), call, own)
+    key = ("convolve", *_kind(k), v.stride(), _size(keys), _size(values), call)
     weights = (k if keys is None else keys, v if values is None else values)
-    _start(key, (k, v, *weights, kt, vt, own_k, own_v, bad), make)
-    return kt, vt, own_k, own_v, bad
+    _start(key, (k, v, *weights, kt, vt, bad), make)
+    return kt, vt, bad
 
 
 def merge(
@@ -263,21 +238,16 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
     grad: Tensor, out: Tensor, lse: Tensor | None, scores: Tensor | None,
     far: tuple[Tensor, Tensor, Tensor] | None, call: Call,
-    near: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """`near`: shares and pulls of the nearest keys, whose gradients of queries, and of keys without
-    kernels, `far` has already.
-    """
-    finished = near is not None and keys is None
     q, k, v, grad, out = (_readable(x) for x in (q, k, v, grad, out))
     batch, heads, length, width = q.shape
     cut, rule = call.cut, _rule(call)
     wk, wv = k if keys is None else keys, v if values is None else values
     blank = q if scores is None else scores
     lse = blank if lse is None else lse
-    alone = near is None and cut == 1 and call.boundary == "shrink"
-    shares, pulls = near or (blank, blank)
-    if cut and near is None and not alone:
+    alone = cut == 1 and call.boundary == "shrink"
+    shares, pulls = blank, blank
+    if cut and not alone:
         shares, pulls = torch.empty_like(blank), torch.empty_like(blank)
 
         def make_pulls() -> Made:
@@ -289,10 +259,8 @@ def backward(
 
         key = ("pulls", *_kind(v), grad.stride(), out.stride(), _size(values), call)
         _start(key, (v, wv, grad, out, lse, blank, shares, pulls), make_pulls)
-    dv = torch.empty_like(q)
-    dk = far[1] if finished and far is not None else torch.empty_like(q)
-    queries = near is None and cut > 0
-    dq = torch.empty_like(q) if queries or far is None else far[0]
+    dk, dv = torch.empty_like(q), torch.empty_like(q)
+    dq = torch.empty_like(q) if cut or far is None else far[0]
     far_q, far_k, far_v = (q, k, v) if far is None else (_readable(x) for x in far)
     dkeys, dvalues = (
         None if w is None else w.new_empty(batch, length, heads, *w.shape[3:])
@@ -308,13 +276,12 @@ def backward(
         )  # fmt: skip
         return grid, numbers, _target(keys, call, "K") | _target(values, call, "V") | rule | {
             "NORMAL": call.temperature is not None, "HAS_FAR": far is not None, "ALONE": alone,
-            "QUERIES": queries, "KEYS": not finished, "D": room(width), "BM": rows,
+            "D": room(width), "BM": rows,
         }  # fmt: skip
 
     own: tuple[Any, ...] = (
         "backward", *_kind(q), k.stride(), v.stride(), grad.stride(), out.stride(), far is None,
         far_q.stride(), far_k.stride(), far_v.stride(), _size(keys), _size(values), call,
-        near is None,
     )  # fmt: skip
     tensors = (
         q, k, v, wk, wv, grad, out, lse, blank, shares, pulls, far_q, far_k, far_v, dq, dk, dv,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...term.term import accumulator
+from ...term.layout import accumulator
 from .taps import Boundary, places, visible
 
 
@@ -23,11 +23,6 @@ class Call(NamedTuple):
     cut: int  # how many keys nearest to a query show it a kernel that is cut
     temperature: float | None
     scale: float
-
-    @property
-    def lone(self) -> bool:
-        """Whether a query sees the key at its own place as it came, by a softmax over one tap."""
-        return self.boundary == "shrink" and self.temperature is not None
 
     def groups(self) -> tuple[int | None, ...]:
         """How far away the query is, for each kernel of a key; None is the whole kernel."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...filters import Filter
-from ...term.term import accumulator
+from ...term.layout import accumulator
 
 Boundary = Literal["none", "left", "truncate", "shrink"]
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)

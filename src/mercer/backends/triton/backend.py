@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,32 +17,21 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...opaque.operators import fake, learns, operator
-from ...term.links import Matern12, Matern32, Matern52, Power, Rational
+from ...term.biases import Scored
+from ...term.factors import BEND, Apart, Factor, LogScale, Steered
+from ...term.layout import repeat
+from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
+from ...term.mix import Smoothed
 from ...term.sinusoids import TURNS
-from ...term.term import (
-    BEND,
-    Again,
-    Apart,
-    Factor,
-    Formed,
-    Link,
-    LogScale,
-    Repeatable,
-    Scored,
-    Smoothed,
-    Steered,
-    repeat,
-)
 from .. import Task
 from ..runtime.launch import INTERPRETED
-from ..runtime.replay import play
 from . import plan as triton_plan
 from . import run as triton_launch
 from . import steering as triton_steer
 from . import tables as bands
 from .block_sizes import are_few
 from .plan import NO_LOG, Bias, Inputs, Log, Numbers, Slot, Static, Steer, expanded, parse
-from .slots import AsGiven, Forms, Joined, form, slots_of, summands, widths_of
+from .slots import AsGiven, Joined, slots_of, summands, widths_of
 
 name = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -106,9 +94,7 @@ def _unavailable(device: str) -> str | None:
 
 
 def run(task: Task) -> Smoothed:
-    formed: Forms = None if torch.compiler.is_compiling() else {}
-    slots = slots_of(task.term, task.v.dtype, formed, torch.is_grad_enabled())
-    return _run(task, slots, formed)
+    return _run(task, slots_of(task.term, task.v.dtype, task.learns))
 
 
 def run_all(tasks: Sequence[Task]) -> list[Smoothed]:
@@ -130,11 +116,11 @@ def _together(first: Task, second: Task) -> Smoothed | None:
     if not are_few(first.num_queries, first.num_keys):
         return None
     slots = summands(first.term, second.term)
-    return None if slots is None else _run(first, slots, {}, summed=True)
+    return None if slots is None else _run(first, slots, summed=True)
 
 
-def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -> Smoothed:
-    learns, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
+    learns, compiling = task.learns, torch.compiler.is_compiling()
     dtype = task.v.dtype
     rule = task.clauses
     assert not isinstance(rule, str)
@@ -151,8 +137,7 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
             mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)
             weights = [f.w.float()]
         elif isinstance(f, Steered) and not compiling:
-            steered = partial(triton_steer.steered, task.v.dtype, shape, _bend(f.base), f.reach)
-            mode, scale = 2, form(formed, steered, f.x, f.w, f.base.log)
+            mode, scale = 2, triton_steer.steered(f, shape, _bend(f.base), task.v.dtype)
         elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
             mode, scale, log = 1, f.given.log.float(), _bend(f.given)
         elif not isinstance(f.scale, Tensor):
@@ -171,18 +156,16 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
         rows.append(row)
         cols.append(col)
         link, param = (0, 0.0) if f.link is None else _code(f.link)
-        by = [scale, f.q, *weights] if steer is not None and steer.slot == n else [scale]
-        wants, saves = learns and any(x.requires_grad for x in by), learns and col.requires_grad
-        keys = learns and f.k.requires_grad
+        wants, keys = learns and f.learned.scale, learns and f.learned.k
+        saves = learns and col.requires_grad
         unit = isinstance(f, AsGiven)
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys, unit))
-    bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers), formed)
-    q = [_of_all_heads(f.q.to(dtype), task.heads, formed) for f in slots]
+    bias, clip = _bias(task, shape, triton_plan.one_sided(rule.numbers))
+    q = [_of_all_heads(f.q.to(dtype), task.heads) for f in slots]
     k = [f.k.to(dtype) for f in slots]
     given = (*q, *k, task.v, *scales, *rows, *cols, *weights)
-    trains = learns and any(x is not None and x.requires_grad for x in (*given, *bias))
     static = Static(
-        tuple(facts), rule.numbers, rule.simple, task.dropout_p, trains, rule.first,
+        tuple(facts), rule.numbers, rule.simple, task.dropout_p, learns, rule.first,
         triton_plan.by_tokens(q[0]), clip, shape, steer, summed=summed,
     )  # fmt: skip
     data = (rule.lengths, rule.ids, task.seed)
@@ -194,13 +177,10 @@ def _run(task: Task, slots: list[Factor], formed: Forms, summed: bool = False) -
         plain = [f.row for f in task.term.factors if f.link is None and f.row is not None]
         if plain:
             return Smoothed(out, sum(plain, lse))
-    if formed is None:
-        return Smoothed(out, lse)
-    tensors = tuple(formed.get(id(x), x) for x in (*data, *bias, *given))
-    return Repeatable.of(out, lse, Again(_call, static, tensors))
+    return Smoothed(out, lse)
 
 
-def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -> tuple[Bias, int]:
+def _bias(task: Task, shape: tuple[int, int, int], sided: bool) -> tuple[Bias, int]:
     """The term's table, or what it is the product of, and how far it reaches; -1 for none.
 
     `sided`: no key comes after its query.
@@ -209,26 +189,18 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool, formed: Forms) -
     if bias is None:
         return Bias(), -1
     if isinstance(bias, Scored) and bias.clip > 0:
-        asking = _of_all_heads(bias.q.to(task.v.dtype), task.heads, formed)
+        asking = _of_all_heads(bias.q.to(task.v.dtype), task.heads)
         asking = expanded(asking, task.batch, *asking.shape[1:])
         rows = bias.past() if sided else bias.rows
         rows = rows if rows.dtype == task.v.dtype else rows.float()
-        if bias.rows_formed is not None and formed is not None and rows is bias.rows:
-            formed[id(rows)] = bias.rows_formed
         return Bias(asking=asking, rows=rows), bias.clip
     table = _full_table(shape, bias.table)
-    if bias.formed is not None and formed is not None:
-        formed[id(table)] = Formed(partial(_full_table, shape), (bias.formed,))
     return Bias(table=table), table.shape[-1] // 2
 
 
-def _of_all_heads(q: Tensor, heads: int, formed: Forms) -> Tensor:
-    """Queries of every head: those of one head for all are copied, as kernels read head by head."""
-    return q if q.shape[1] == heads else form(formed, partial(_copied, heads), q)
-
-
-def _copied(heads: int, q: Tensor) -> Tensor:
-    return repeat(q, q.shape[0], heads).contiguous()
+def _of_all_heads(q: Tensor, heads: int) -> Tensor:
+    """Queries of every head; one head for all is copied, as kernels read head by head."""
+    return q if q.shape[1] == heads else repeat(q, q.shape[0], heads).contiguous()
 
 
 def _bend(scale: LogScale) -> Log:
@@ -258,23 +230,17 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
         ctx.save_for_backward(waves)
-        return _turned_by(1.0, x, waves)
+        return _turned(x, waves, 1.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (waves,) = ctx.saved_tensors
-        return _turned_by(-1.0, grad, waves), None
+        return _turned(grad, waves, -1.0), None
 
 
-def _turned_by(sign: float, x: Tensor, waves: Tensor) -> Tensor:
-    """What `_turned` gives, perhaps by the tape of an earlier call."""
-    (found,) = play("turn", sign, (x, waves), partial(_turned, sign))
-    return found
-
-
-def _turned(sign: float, x: Tensor, waves: Tensor) -> list[Tensor]:
-    return [triton_launch.turn(triton_plan.readable_rows(x), waves, sign)]
+def _turned(x: Tensor, waves: Tensor, sign: float) -> Tensor:
+    return triton_launch.turn(triton_plan.readable_rows(x), waves, sign)
 
 
 def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
@@ -282,7 +248,7 @@ def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
         return None
     if _derives(c.requires_grad and torch.is_grad_enabled()):
         return _Turn.apply(c, waves)
-    return _turned_by(1.0, c, waves)
+    return _turned(c, waves, 1.0)
 
 
 TURNS["cuda"] = _turn
@@ -292,7 +258,7 @@ def _call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and log_mass; where nothing learns, without what autograd takes of the host."""
     if _derives(static.trains):
         return _Fused.apply(static, *given)
-    out, lse, *_ = _played(static, given)
+    out, lse, *_ = _start(static, *given)
     return out, lse
 
 
@@ -300,11 +266,6 @@ def _derives(trains: bool) -> bool:
     """Whether a call may have a derivative: as it trains, or another, which has to be refused."""
     other = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     return trains or other
-
-
-def _played(static: Static, given: Sequence[Tensor | None]) -> list[Any]:
-    """What `_start` gives, perhaps by the tape of an earlier call."""
-    return play("forward", static, given, partial(_start, static))
 
 
 class _Fused(torch.autograd.Function):
@@ -316,7 +277,7 @@ class _Fused(torch.autograd.Function):
         table: Tensor | None, asking: Tensor | None, by: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given = (lengths, ids, seed, table, asking, by, *tensors)
-        out, lse, low, *ready = _played(static, given)
+        out, lse, low, *ready = _start(static, *given)
         ctx.static, ctx.count = static, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, low, *ready, *given)
@@ -327,9 +288,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         grad_out = torch.zeros_like(saved[0]) if grad_out is None else grad_out
-        grads = play(
-            "backward", ctx.static, (grad_out, grad_lse, *saved), partial(_back, ctx.static)
-        )
+        grads = _back(ctx.static, grad_out, grad_lse, *saved)
         return None, None, None, None, *_slots_of(grads[ctx.count :]), *grads[: ctx.count]
 
 
@@ -381,8 +340,7 @@ def fused(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The forward for compiled graphs: (out, log_mass, what rounding took from out, the band)."""
     known = parse(static, sizes)
-    given = (lengths, ids, seed, table, asking, rows, *tensors)
-    out, lse, low, *_, band = play("forward", known, given, partial(_start, known))
+    out, lse, low, *_, band = _start(known, lengths, ids, seed, table, asking, rows, *tensors)
     return out, lse, low, band
 
 
@@ -408,23 +366,11 @@ def fused_backward(
     lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """The backward for compiled graphs."""
-    known = parse(static, sizes)
-    given = (lengths, ids, seed, table, asking, rows, *tensors)
-    return play(
-        "backward alone", known, (grad_out, grad_lse, out, lse, low, band, *given),
-        partial(_back_alone, known),
-    )  # fmt: skip
-
-
-def _back_alone(
-    static: Static, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor,
-    band: Tensor, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    """The same as `_back` where of `Numbers` only the band was kept."""
-    bias = Bias(*rest[:3])
-    inputs = Inputs.of(rest[3:], bias, lengths, ids, seed)
-    band = bands.again(band, bias, static, inputs.v)
-    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, static, band)
+    known, bias = parse(static, sizes), Bias(table, asking, rows)
+    inputs = Inputs.of(tuple(tensors), bias, lengths, ids, seed)
+    # Of `Numbers` only the band was kept.
+    band = bands.again(band, bias, known, inputs.v)
+    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
 
 
 @fake(fused_backward)

@@ -9,14 +9,13 @@ import math
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...term.term import repeat
-from ..runtime.launch import INTERPRETED, NO_OWN, Launch, helper, launch_of
-from . import decode_shared as sharing
+from ...term.layout import repeat
+from ..runtime.launch import INTERPRETED, Launch, helper, launch_of
 from . import tables as bands
 from .block_sizes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES, are_few
 from .plan import (
@@ -58,32 +57,6 @@ TIER = _find_tier()
 ROOM = 512
 # Programs for each processor where keys are cut into parts, and how many parts are merged at most.
 AT_WORK, MOST_PARTS = 4, 64
-
-
-class Own(NamedTuple):
-    """The value, and perhaps the key, that a query has for itself in place of those at its place."""
-
-    k: Tensor | None
-    v: Tensor
-    # In the forward: of blocks of places, the first that is not finite. In the backward: room for the
-    # weight of each such pair, and for the gradient of its score.
-    also: tuple[Tensor, ...]
-
-
-Places = tuple[int, ...]
-
-
-def _own(own: Own | None, blank: Tensor, count: int) -> tuple[tuple[Tensor, ...], Places, Places]:
-    """As the kernels take it: tensors, their strides, and how `launch_of` is told of it.
-
-    Where there is none, so many blanks, which nobody reads.
-    """
-    if own is None:
-        return (blank,) * count, (0,) * 6, NO_OWN
-    k, v = own.v if own.k is None else own.k, own.v
-    strides = (*k.stride()[:3], *v.stride()[:3])
-    kind = (1 if own.k is None else 2, k.data_ptr() % 16, v.data_ptr() % 16, *strides)
-    return (k, v, *own.also), strides, kind
 
 
 def prepare(
@@ -206,7 +179,6 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
 
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """`forward` for few queries: by parts of the keys, which are read once."""
-    x = sharing.places_last(x, static)
     shape, group = static.shape, _group(x, static)
     inside = _inside(x, static)
     band = bands.form(x.bias, static, x.v)
@@ -217,8 +189,7 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
         ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
         static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
     (p,) = _plans_of(x, static, ready)
-    shared = sharing.takes(p, x)
-    out, low, lse = forward_of(x, p, ready, _parts(p, shared), inside, shared=shared)
+    out, low, lse = forward_of(x, p, ready, _parts(p), inside)
     return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
 
 
@@ -258,34 +229,25 @@ def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
 
 def forward_of(
     x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: tuple[int, int] = NOWHERE,
-    keeps: bool = False, own: Own | None = None, shared: bool = False,
+    keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, what rounding took from it, log_mass) of one plan.
 
-    `parts`: into how many the keys of few queries are cut; `shared`: see `sharing.takes`.
+    `parts`: into how many the keys of few queries are cut.
     """
     static, v = p.static, x.v
     batch, heads, num_queries = static.shape
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = empty_low(out, keeps)
-    plain = TIER is not None and not parts and own is None
-    if plain and TIER.forward(x, p, ready, out, low, lse, _outcome):
+    tier = None if parts else TIER
+    if tier is not None and tier.forward(x, p, ready, out, low, lse, _outcome):
         return out, low, lse
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    if shared:
-        sharing.forward(x, p, ready, targets[0], targets[2], parts)
-    else:
-        given, strides, kind = _own(own, lse, 3)
-        blocks = 0 if own is None else own.also[0].shape[1]
-        launch = launch_of(
-            p, "forward", parts=parts, inside=inside, low=low.numel() > 0, own=kind,
-            most=blocks and room(blocks),
-        )  # fmt: skip
-        tensors = (*_tensors(x, ready, p, launch, "forward"), *targets, *given)
-        launch(tensors, (*p.numbers(x.seed), *strides, blocks))
+    launch = launch_of(p, "forward", parts=parts, inside=inside, low=low.numel() > 0)
+    launch((*_tensors(x, ready, p, launch, "forward"), *targets), p.numbers(x.seed))
     if parts > 1:
         rows = batch * heads * num_queries
         helper(
@@ -306,13 +268,11 @@ def empty_low(out: Tensor, keeps: bool) -> Tensor:
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
-def _parts(p: Plan, shared: bool) -> int:
+def _parts(p: Plan) -> int:
     """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
     batch, heads, _ = p.static.shape
-    programs, each = batch * heads, AT_WORK
-    if shared:
-        programs, each = sharing.programs(p), sharing.AT_ONCE
-    return max(1, min(p.num_keys // PART, each * processors(p.device) // programs, MOST_PARTS))
+    most = AT_WORK * processors(p.device) // (batch * heads)
+    return max(1, min(p.num_keys // PART, most, MOST_PARTS))
 
 
 def backward(
@@ -372,12 +332,10 @@ def backward(
     elif way == "stores":
         scales = TIER.all_passes(x, p, ready, rows, of_keys, within, given_lse)
     alone = way == "stores" and scales is not None and TIER.scale_by_keys(p, given_lse)
-    if scales is not None:
-        pass
-    elif banded:
+    if scales is None and banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
-    else:
+    elif scales is None:
         backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
         # The table's end is a shift of log_mass.
@@ -406,7 +364,6 @@ def backward(
 def backward_of(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], of_queries: tuple[Any, ...],
     made: tuple[Tensor, Tensor, Tensor] | None = None, *, lse: bool = False, cut: bool = False,
-    own: Own | None = None,
 ) -> None:  # fmt: skip
     """Both passes of one plan.
 
@@ -416,44 +373,41 @@ def backward_of(
     grad_out, lse2, *_ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
-    given, strides, kind = _own(own, lse2, 4)
-    launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low, own=kind)
+    launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low)
     c = launch.constants
     if c["TILED"]:
         dband = describe(dband, c["BM"], c["BN"])
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
-         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends, *given),
-        (*p.numbers(x.seed), *strides),
+         dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends),
+        p.numbers(x.seed),
     )  # fmt: skip
-    _backward_keys(x, p, ready, rows, of_keys, add=not first, own=own)
+    _backward_keys(x, p, ready, rows, of_keys, add=not first)
 
 
 def _backward_keys(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
-    dband: Tensor | None = None, *, add: bool = False, own: Own | None = None,
+    dband: Tensor | None = None, *, add: bool = False,
 ) -> None:  # fmt: skip
     """The pass over keys; with room for them, it stores the gradients of all pairs."""
     grad_out, lse2, delta, *_ = rows
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys
-    (_, own_v, *_), strides, kind = _own(own, lse2, 2)
-    plain = TIER is not None and not add and own is None
-    if plain and TIER.keys(x, p, ready, rows, of_keys, dband, _outcome):
+    tier = None if add else TIER
+    if tier is not None and tier.keys(x, p, ready, rows, of_keys, dband, _outcome):
         return
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
         launch = launch_of(
-            p, "keys", grad_copies=copies(grad_out), part=part, add=add, store=dband is not None,
-            own=kind,
-        )  # fmt: skip
+            p, "keys", grad_copies=copies(grad_out), part=part, add=add, store=dband is not None
+        )
         c = launch.constants
         launch(
             (*_tensors(x, ready, p, launch, "keys"),
              describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
              lse2, delta, delta if dband is None else describe(dband, c["BM"], c["BN"]),
-             dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1], own_v),
-            (*p.numbers(x.seed), *strides[3:]),
+             dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
+            p.numbers(x.seed),
         )  # fmt: skip
 
 

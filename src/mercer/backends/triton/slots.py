@@ -1,44 +1,16 @@
-"""From a term to the one or two slots of the fused kernels: dot products, each with its numbers.
-
-What a slot has that its term does not is formed here, with a note of how, for calls that come again
-(recall.py).
-"""
+"""From a term to the one or two slots of the fused kernels: dot products, each with its numbers."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from ...term.factors import Apart, Factor, Sloped, Steered, Unit, late, unit
+from ...term.layout import join, repeat
 from ...term.sinusoids import Turned, turned
-from ...term.term import (
-    Apart,
-    Factor,
-    Formed,
-    Sloped,
-    Steered,
-    Term,
-    Unit,
-    join,
-    late,
-    repeat,
-    unit,
-)
+from ...term.term import Term
 from .block_sizes import are_few
 from .run import add
-
-# How tensors were formed that a term does not have itself, by their ids; None in compiled graphs.
-Forms = dict[int, Formed] | None
-
-
-def form(formed: Forms, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """function(*tensors), with a note of it."""
-    found = function(*tensors)
-    if formed is not None:
-        formed[id(found)] = Formed(function, tensors)
-    return found
 
 
 class Joined(Apart):
@@ -75,11 +47,11 @@ def widths_of(term: Term) -> list[int] | str:
     return widths if len(widths) <= 2 else "it takes two factors at most"
 
 
-def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool) -> list[Factor]:
+def slots_of(term: Term, dtype: torch.dtype, learns: bool) -> list[Factor]:
     """One or two factors with features, which, if few queries do not learn, may be as given."""
     plain, bare, linked = _parts(term)
     alone = len(term.factors) == 1 and not learns
-    plain = [_of_length_1(f, dtype, formed, alone) if isinstance(f, Unit) else f for f in plain]
+    plain = [_of_length_1(f, dtype, alone) if isinstance(f, Unit) else f for f in plain]
     if len(plain) + len(linked) > 2 and len(plain) > 1:
         plain = [_merged(plain, dtype)]
     for f in bare:
@@ -89,7 +61,7 @@ def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool) -> lis
             zeros = [x.new_zeros(*x.shape[:3], 16, dtype=dtype) for x in (f.q, f.k)]
             plain.append(Factor(q=zeros[0], k=zeros[1]))
             target = len(plain) - 1
-        plain[target] = _joined(plain[target], f, formed)
+        plain[target] = _joined(plain[target], f)
     if len(plain) == 2 and all(_mergeable(f) for f in plain):
         # Two plain products with numbers for scales are one, over two parts.
         first, second = plain
@@ -97,8 +69,7 @@ def slots_of(term: Term, dtype: torch.dtype, formed: Forms, learns: bool) -> lis
         assert not isinstance(second.scale, Tensor)
         ratio = second.scale / first.scale
         if isinstance(second, Turned):
-            q = form(formed, partial(_turned_by, second.base, ratio, dtype), second.c)
-            k = form(formed, second.forming_k(dtype))
+            q, k = turned(second.c, second.base, ratio).to(dtype), second.keys_in(dtype)
         else:
             q, k = second.q if ratio == 1.0 else (second.q.float() * ratio).to(dtype), second.k
         plain[1] = Factor(q=q, k=k, scale=first.scale)
@@ -121,20 +92,11 @@ def _as_given(f: Unit) -> Factor:
     return AsGiven(q=f.queries, k=f.keys, scale=f.scale)
 
 
-def _of_length_1(f: Unit, dtype: torch.dtype, formed: Forms, alone: bool) -> Factor:
+def _of_length_1(f: Unit, dtype: torch.dtype, alone: bool) -> Factor:
     if alone and are_few(f.queries.shape[2], f.keys.shape[2]):
         return _as_given(f)
-    q, k = (form(formed, partial(_unit_in, dtype), x) for x in (f.queries, f.keys))
+    q, k = (unit(x).to(dtype) for x in (f.queries, f.keys))
     return Factor(q=q, k=k, scale=f.scale)
-
-
-def _unit_in(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Features of length 1, in a dtype."""
-    return unit(x).to(dtype)
-
-
-def _turned_by(base: float, ratio: float, dtype: torch.dtype, c: Tensor) -> Tensor:
-    return turned(c, base, ratio).to(dtype)
 
 
 def _joinable(f: Factor) -> bool:
@@ -152,15 +114,15 @@ def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:
     merged = Factor(q=q, k=join([f.k.to(dtype) for f in factors]))
     for f in factors:
         if f.col is not None:
-            merged = _joined(merged, f, None)
+            merged = _joined(merged, f)
     return merged
 
 
-def _joined(target: Factor, f: Factor, formed: Forms) -> Factor:
+def _joined(target: Factor, f: Factor) -> Factor:
     """The number per key of f as one of the target: scale_f col_f / scale_target."""
     assert f.col is not None
     if isinstance(f, Sloped) and not isinstance(target.scale, Tensor) and not target.keyed:
-        col = form(formed, partial(_slopes, f.k.shape[2], target.scale), f.slope)
+        col = _slopes(f.k.shape[2], target.scale, f.slope)
         return Factor(q=target.q, k=target.k, scale=target.scale, row=target.row, col=col)
     col = f.col.float()
     for scale, divide in ((f.scale, False), (target.scale, True)):

@@ -8,16 +8,14 @@ fused kernels. Where other features do, it is a step of its own.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...term.term import Steered
+from ...term.factors import Steered
 from .. import Task
 from ..runtime.launch import helper
-from ..runtime.replay import play
 from .plan import Inputs, Log, Static, Steer, expanded, readable_rows, room, strides_of
 
 # Places of a sum that one program takes: few, so that there are programs enough for all processors.
@@ -54,14 +52,11 @@ def by_queries(f: Steered, task: Task) -> bool:
     return f.x is f.q and whole and f.q.dtype == task.v.dtype and f.q.stride(-1) == 1
 
 
-def steered(
-    dtype: torch.dtype, shape: tuple[int, int, int], bend: Log, reach: float, x: Tensor, w: Tensor,
-    log: Tensor,
-) -> Tensor:  # fmt: skip
+def steered(f: Steered, shape: tuple[int, int, int], bend: Log, dtype: torch.dtype) -> Tensor:
     """The scale of every query."""
-    x = x.to(dtype)
+    x = f.x.to(dtype)
     x = expanded(x, x.shape[0], shape[1], *x.shape[2:])
-    return expanded(_Steer.apply(x, w.float(), log.float(), bend, reach), *shape)
+    return expanded(_Steer.apply(x, f.w.float(), f.base.log.float(), bend, f.reach), *shape)
 
 
 class _Steer(torch.autograd.Function):
@@ -72,25 +67,12 @@ class _Steer(torch.autograd.Function):
         x, w, log = readable_rows(x), w.contiguous(), log.contiguous()
         ctx.save_for_backward(x, w, log)
         ctx.rest = bend, reach
-        (found,) = play("steer", ctx.rest, (x, w, log), partial(_steer, bend, reach))
-        return found
+        return _scales(x, w, log, bend, reach)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        given = (grad, *ctx.saved_tensors)
-        found = play("steer back", ctx.rest, given, partial(_steer_back, *ctx.rest))
-        return (*found, None, None)
-
-
-def _steer(bend: Log, reach: float, x: Tensor, w: Tensor, log: Tensor) -> list[Tensor]:
-    return [_scales(x, w, log, bend, reach)]
-
-
-def _steer_back(
-    bend: Log, reach: float, grad: Tensor, x: Tensor, w: Tensor, log: Tensor
-) -> list[Tensor]:
-    return [*_gradients(grad, x, w, log, bend, reach)]
+        return (*_gradients(grad, *ctx.saved_tensors, *ctx.rest), None, None)
 
 
 def _scales(x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...runtime.launch import INTERPRETED, heard
+from ...runtime.launch import INTERPRETED
 from ..block_sizes import on_hopper
 from ..plan import Inputs, Plan, Static
 
@@ -144,7 +144,7 @@ def _must_not_run(device: torch.device) -> bool:
 def _disagrees(way: str, x: Inputs, static: Static, outcome: Outcome) -> str | None:
     """Why the kernels of a way may not be used, or None if they give what the portable ones give."""
     try:
-        with torch.no_grad(), heard(None), _Poisoned():
+        with torch.no_grad(), _Poisoned():
             small, of = _small_call(x, static)
             with _only(""):
                 want = outcome(small, of, way != "forward")

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from .. import block_sizes as triton_sizes
-from .forward import LOG2E, _band_start, _row_of, _rows, _settle
+from .bands import _band_start
+from .primitives import LOG2E, _row_of, _rows, _settle
 
 EVERY = tl.constexpr(triton_sizes.EVERY)
 

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.backward import _counted
-from ...kernels.forward import COLUMNS, _finite
+from ...kernels.gradients import _counted
+from ...kernels.primitives import COLUMNS, _finite
 from .dq_fixed_point import _blocks, _bound, _fixed, _reference_within
 from .primitives import (
     BLOCK,

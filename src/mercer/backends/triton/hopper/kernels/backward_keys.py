@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...kernels.forward import COLUMNS
+from ...kernels.primitives import COLUMNS
 from .accumulating import LEAVING, SLOTS, _sum
 from .copying import FLAT, _copy
 from .multiplying import _multiply

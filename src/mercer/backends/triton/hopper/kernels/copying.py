@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...kernels.forward import _columns
+from ...kernels.primitives import _columns
 from .primitives import BLOCK, NOTE, OWN, _along, _batch, barrier, load
 from .tickets import _tell
 

@@ -15,19 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.forward import (
-    COLUMNS,
-    LN2,
-    LOG2E,
-    _bits_beyond,
-    _down,
-    _finite,
-    _keys_seen,
-    _scale,
-    _stretch,
-    _taken,
-    _visible,
-)
+from ...kernels.primitives import COLUMNS, LN2, LOG2E, _bits_beyond, _finite, _taken
+from ...kernels.scores import _down, _scale
+from ...kernels.visibility import _keys_seen, _stretch, _visible
 from .primitives import (
     BLOCK,
     OWN,

@@ -11,17 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.forward import (
-    COLUMNS,
-    LOG2E,
-    _columns,
-    _finite,
-    _first_place,
-    _grown,
-    _query_range,
-    _stretch,
-    _visible,
-)
+from ...kernels.primitives import COLUMNS, LOG2E, _columns, _finite
+from ...kernels.scores import _grown
+from ...kernels.visibility import _first_place, _query_range, _stretch, _visible
 from .accumulating import _give, _give_none
 from .copying import DELTAS, MASSES, SCALES, _beside, _per_key
 from .primitives import BLOCK, OWN, _along, _skip, _within, barrier, store

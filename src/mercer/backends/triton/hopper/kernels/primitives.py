@@ -4,7 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...kernels.forward import COLUMNS, _key_range
+from ...kernels.primitives import COLUMNS
+from ...kernels.visibility import _key_range
 
 # Names of today's Triton, or the ones that they had in 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

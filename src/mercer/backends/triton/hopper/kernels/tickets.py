@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...kernels.forward import _query_blocks
+from ...kernels.visibility import _query_blocks
 from .primitives import BLOCK, NOTE, OWN, barrier
 
 # Notes in shared memory: when one is drawn, all groups have read the note of three turns before.

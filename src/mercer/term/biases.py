@@ -1,0 +1,100 @@
+"""The biases of a term: tables of relative distances, and slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .layout import accumulator
+from .learned import needs_gradient
+
+
+@dataclass(kw_only=True, eq=False)
+class Relative:
+    """bias(i, j) = table[..., i, clip(i - j, -c, c) + c]."""
+
+    table: Tensor  # [B or 1, H, Q or 1, 2c + 1]
+
+    @property
+    def clip(self) -> int:
+        return (self.table.shape[-1] - 1) // 2
+
+    @property
+    def per_query(self) -> bool:
+        """Whether every query has a table of its own."""
+        return self.table.shape[2] > 1
+
+    @property
+    def learned(self) -> bool:
+        """Whether it needs a gradient. To ask forms no table."""
+        return needs_gradient(self.table)
+
+    def widen(self, clip: int) -> Tensor:
+        """The same bias as a table of at least that many distances."""
+        grow = clip - self.clip
+        if grow <= 0:
+            return self.table
+        left, right = self.table[..., :1], self.table[..., -1:]
+        ends = (*left.shape[:-1], grow)
+        return torch.cat([left.expand(ends), self.table, right.expand(ends)], -1)
+
+
+class Scored(Relative):
+    """bias(i, j) = <q_i, rows[clip(i - j, -c, c) + c]>: the table is formed lazily.
+
+    The rows are a tensor, or a function of the first distance: a causal call needs only the rows
+    of distances from 0 on.
+    """
+
+    q: Tensor  # [B, H, Q, D]
+
+    def __init__(
+        self, *, q: Tensor, rows: Tensor | None = None, clip: int = 0,
+        form: Callable[[int], Tensor] | None = None, source: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.q, self._rows, self._form = q, rows, form
+        self._table: Tensor | None = None
+        self._clip = clip if rows is None else (rows.shape[-2] - 1) // 2
+        # The tensor that gets the gradient of the rows.
+        self.source = rows if source is None else source
+
+    @property
+    def rows(self) -> Tensor:
+        """[1 or H, 2c + 1, D]."""
+        if self._rows is None:
+            assert self._form is not None
+            self._rows = self._form(-self._clip)
+        return self._rows
+
+    def past(self) -> Tensor:
+        """Rows of distances from 0 on, [1 or H, c + 1, D], or all if given as a tensor."""
+        return self.rows if self._form is None else self._form(0)
+
+    @property
+    def table(self) -> Tensor:  # type: ignore[override]
+        if self._table is None:
+            wide = accumulator(self.rows.dtype)
+            self._table = self.q.to(wide) @ self.rows.to(wide).mT
+        return self._table
+
+    @property
+    def clip(self) -> int:
+        return self._clip
+
+    @property
+    def per_query(self) -> bool:
+        return self.q.shape[2] > 1
+
+    @property
+    def learned(self) -> bool:
+        return needs_gradient(self.q, self.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slope:
+    """bias(i, j) = -slope |i - j|."""
+
+    slope: Tensor  # [H]
