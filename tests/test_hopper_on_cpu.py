@@ -257,7 +257,8 @@ def test_who_starts_kernels_knows_how_they_are_cut():
         for name in ("hopper.kernels.backward_keys", "hopper.kernels.dq_fixed_point")
     )
     assert kernels.BLOCK == kernels.OWN == summed.PLACES == eligible.GROUP
-    assert kernels.WATCHED == eligible.WATCHED
+    sums = module("hopper.kernels.accumulating", 1, 0)
+    assert sums.WATCHED == eligible.WATCHED
 
 
 def test_a_second_pass_draws_tickets_of_its_own():
@@ -485,7 +486,7 @@ def test_the_forward_gives_what_softmax_does(name, stages):
     assert torch.allclose(lse, mass, rtol=1e-5, atol=1e-4)
     if flags["HAS_LOW"]:
         # As if outputs had been rounded.
-        kernels = module("kernels.forward", 1, 0)
+        kernels = module("kernels.primitives", 1, 0)
         assert torch.equal(low, kernels._taken(out, torch.bfloat16).to(torch.int8))
         got = kernels._given_back(out.bfloat16(), low, torch.bfloat16)
         assert torch.allclose(got, out, rtol=2**-15, atol=0.0)
@@ -503,7 +504,7 @@ def of_all_sizes():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_rounding_takes_comes_back(dtype):
-    kernels, x = module("kernels.forward", 1, 0), of_all_sizes()
+    kernels, x = module("kernels.primitives", 1, 0), of_all_sizes()
     rounded = x.to(dtype)
     taken = kernels._taken(x, dtype)
     assert torch.equal(taken, taken.to(torch.int8))

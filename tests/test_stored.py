@@ -108,7 +108,7 @@ def test_queries_get_what_is_stored(name, filter, short, share, of_mass, monkeyp
     other = Pass(scale, seen)
     monkeypatch.setattr(triton_plan, "_plans", {})
     monkeypatch.setattr(tier, "allows", lambda way, *_: way == "stores")
-    monkeypatch.setattr(tier, "completed", lambda way, p, start: start())
+    monkeypatch.setattr(tier, "completed", lambda way, p, start, *given: [start(*given)])
     monkeypatch.setattr(eligible, "stores", lambda p, grad: True)
     monkeypatch.setattr(launch, "share", lambda p: share)
     monkeypatch.setattr(launch, "_of", lambda x, *_, **__: x)

@@ -57,9 +57,7 @@ KERNELS: dict[str, Callable[[int, int], Kernel]] = {
     "rbf-fixed": lambda h, d: RBF(d**0.5, trainable=False),
     "rbf*rbf": lambda h, d: RBF(d**0.5) * RBF(d**0.5, on="position"),
     "alibi-learned": lambda h, d: Exponential() * ALiBi(torch.nn.Parameter(ALiBi.standard(h))),
-    "adaptive*alibi": lambda h, d: (
-        catalogue.build_kernel("adaptive", h, d) * ALiBi(ALiBi.standard(h))
-    ),
+    "adaptive*alibi": lambda h, d: catalogue.build_kernel("adaptive", h, d) * ALiBi(ALiBi.standard(h)),
     "lookup-per-head": lambda h, d: Exponential() * Lookup(_normal(h, 33, d)),
     "rbf*lookup": lambda h, d: RBF(d**0.5, heads=h) * Lookup(_normal(129, d)),
     "lookup*buckets*alibi": _many,

@@ -80,7 +80,9 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
         # Nothing is computed, so that there is nothing to compare.
         allowed = capability == 90
         changed.enter_context(patch.object(tier, "allows", lambda *given: allowed))
-        changed.enter_context(patch.object(tier, "completed", lambda way, p, start: start()))
+        changed.enter_context(
+            patch.object(tier, "completed", lambda way, p, start, *given: [start(*given)])
+        )
         # Tensors of a CPU are taken.
         for module in (backend, fused):
             changed.enter_context(patch.object(module, "INTERPRETED", True))

@@ -165,15 +165,14 @@ def settles(device: torch.device) -> bool:
 
 
 def helper(
-    name: str, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
+    kernel: Any, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
     numbers: tuple[int | float, ...], options: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Start one of the small kernels."""
+    """Start one of the small kernels, which is given itself or by its name."""
     kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
-    key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
+    key = (kernel, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
     found = _helpers.get(key)
     if found is None:
-        from ..triton.hopper.kernels import dq_fixed_point as triton_summed
         from ..triton.kernels import (
             forward as triton_kernels,
         )
@@ -186,7 +185,8 @@ def helper(
 
         if len(_helpers) > 4096:
             _helpers.clear()
-        homes = (triton_numbers, triton_summed, triton_bands, triton_kernels)
-        kernel = next(getattr(home, name) for home in homes if hasattr(home, name))
+        homes = (triton_numbers, triton_bands, triton_kernels)
+        if isinstance(kernel, str):
+            kernel = next(getattr(home, kernel) for home in homes if hasattr(home, kernel))
         found = _helpers[key] = Launch(kernel, grid, constants, options or {"num_warps": 4})
     found(tensors, numbers)

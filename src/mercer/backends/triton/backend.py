@@ -87,6 +87,12 @@ def _pairs(task: Task) -> int:
     return task.batch * task.heads * task.num_queries * width
 
 
+def kernels(device: torch.device) -> str:
+    """Which kernels run on a device, and why."""
+    tier = triton_launch.TIER
+    return "portable Triton kernels" if tier is None else str(tier.reason(device))
+
+
 def _unavailable(device: str) -> str | None:
     if not INSTALLED:
         return "Triton is not installed"

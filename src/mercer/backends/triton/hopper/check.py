@@ -91,13 +91,13 @@ def allows(way: str, x: Inputs, p: Plan, outcome: Outcome) -> bool:
     return _answers[kind] is None
 
 
-def completed(way: str, p: Plan, start: Callable[[], Any]) -> Any:
-    """What `start` gives, or None if it does not compile; then this kind is not used any more.
+def completed(way: str, p: Plan, start: Callable[..., Any], *given: Any) -> list[Any] | None:
+    """[start(*given)], or None if it does not compile; then this kind is not used any more.
 
     A kind has many variants, and a check compiles one of them.
     """
     try:
-        return start()
+        return [start(*given)]
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
@@ -125,13 +125,12 @@ def reason(device: torch.device) -> str:
     """Which kernels run on a device, and why, for `explain`."""
     if not there(device):
         return "portable Triton kernels; the others are for Hopper GPUs"
-    known = {kind: why for kind, why in _answers.items() if kind.device == device}
+    known = {kind: why for kind, why in list(_answers.items()) if kind.device == device}
+    refused = [f"not {kind}: {why}" for kind, why in known.items() if why is not None]
+    agree = ", which agree with the portable ones here" if len(known) > len(refused) else ""
     if not known:
-        return "Hopper kernels, which the first call compares with the portable ones"
-    refused = [f"{kind}: {why}" for kind, why in known.items() if why is not None]
-    if refused:
-        return "portable Triton kernels in place of the Hopper kernels " + "; ".join(refused)
-    return "Hopper kernels, which agree with the portable ones here"
+        agree = ", which the first call compares with the portable ones"
+    return "; ".join([f"Hopper kernels where there is one{agree}", *refused])
 
 
 def _must_not_run(device: torch.device) -> bool:
@@ -188,11 +187,11 @@ def _small_call(x: Inputs, static: Static) -> tuple[Inputs, Static]:
     draw = torch.Generator(device).manual_seed(0)
 
     def drawn(y: Tensor, length: int) -> Tensor:
-        first, shape = min(y.shape[0], batch), (y.shape[1], length, y.shape[3])
-        along = y.stride(1) < y.stride(2)
-        shape = (first, shape[1], shape[0], shape[2]) if along else (first, *shape)
+        first, heads, width = min(y.shape[0], batch), y.shape[1], y.shape[3]
+        by_tokens = y.stride(1) < y.stride(2)
+        shape = (first, length, heads, width) if by_tokens else (first, heads, length, width)
         out = torch.randn(shape, generator=draw, device=device).to(y.dtype)
-        return out.transpose(1, 2) if along else out
+        return out.transpose(1, 2) if by_tokens else out
 
     def part(y: Tensor, length: int) -> Tensor:
         return y[:batch, :, :length].contiguous() if y.dim() >= 3 else y

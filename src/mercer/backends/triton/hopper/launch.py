@@ -136,6 +136,8 @@ def one_pass(
     of_queries: tuple[Any, ...], made: tuple[Tensor, Tensor, Tensor], lse: bool,
 ) -> Tensor:  # fmt: skip
     """All gradients; `rows` are formed here. Those of scales come back, where they are wanted."""
+    from .kernels import dq_fixed_point
+
     c, slot = p.constants, p.static.slots[0]
     batch, heads, num_queries = p.static.shape
     grad_out, lse2, delta, grad_lse, counters = rows
@@ -158,7 +160,7 @@ def one_pass(
         "NORMS": p.bounded, "EACH": each,
     }  # fmt: skip
     helper(
-        "before_sums", (blocks + key_blocks, parts, 1), flags | before,
+        dq_fixed_point.before_sums, (blocks + key_blocks, parts, 1), flags | before,
         (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, counters,
          bounds, most, shares, begun, whole),
         (*numbers, cleared),
@@ -170,7 +172,7 @@ def one_pass(
     dscale = delta.new_empty(heads if alike else 0)
     after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")} | {"EACH": each}
     helper(
-        "after_sums", (blocks + alike, parts, 1), flags | after | {"ROOM": room(key_blocks)},
+        dq_fixed_point.after_sums, (blocks + alike, parts, 1), flags | after | {"ROOM": room(key_blocks)},
         (whole, shares, x.q[0], x.scale[0], ready.col0, grad_lse, lse2, bounds, most, ds[0], dscale,
          dq[0]),
         numbers,
@@ -207,7 +209,8 @@ def _keys(
     found = p.launches.get(key)
     if found is not None:
         return found
-    from .kernels import backward_keys as kernels
+    from .kernels.accumulating import LEAVING, SLOTS
+    from .kernels.backward_keys import backward_keys
 
     c, slot = p.constants, p.static.slots[0]
     names = ("E0", "E1", "V", "MODE0", "LOG0", "HAS_COL0", "FILTER", "SIMPLE")
@@ -216,7 +219,7 @@ def _keys(
     row = 2 * (c["E0"] + c["E1"] + c["V"])
     left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 1024
     # Blocks of pairs, of sums of 32 bits, and of keys, for the warp group that sums up.
-    passing = 2 * kernels.SLOTS.value + 2 * kernels.LEAVING.value + 2
+    passing = 2 * SLOTS.value + 2 * LEAVING.value + 2
     left -= 2 * passing * GROUP * GROUP * summed
     # Columns of products: of two turns' keys, of ones, of a block's queries. The range of float16
     # is too small for them.
@@ -238,9 +241,7 @@ def _keys(
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
     # Spilled registers go to L1, so the launch reserves L1 by limiting the shared-memory carve-out.
-    found = p.launches[key] = Launch(
-        kernels.backward_keys, grid, constants, {"num_warps": 4}, caches=True
-    )
+    found = p.launches[key] = Launch(backward_keys, grid, constants, {"num_warps": 4}, caches=True)
     return found
 
 

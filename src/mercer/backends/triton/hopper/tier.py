@@ -24,7 +24,7 @@ def forward(
     """out, what rounding took from it where there is room for that, and log_mass."""
     if not (eligible.forwards(p) and allows("forward", x, p, outcome)):
         return False
-    return bool(completed("forward", p, lambda: (launch.forward(x, p, ready, out, low, lse), True)))
+    return completed("forward", p, launch.forward, x, p, ready, out, low, lse) is not None
 
 
 def way(x: Inputs, p: Plan, grad: Tensor, outcome: Outcome) -> str:
@@ -43,7 +43,7 @@ def one_pass(
 ) -> list[Tensor] | None:  # fmt: skip
     """All gradients; `rows` are formed here. Gradients of scales come back."""
     given = x, p, ready, rows, of_keys, of_queries, made, lse
-    return completed("sums", p, lambda: [launch.one_pass(*given)])
+    return completed("sums", p, launch.one_pass, *given)
 
 
 def all_passes(
@@ -52,7 +52,8 @@ def all_passes(
 ) -> list[Tensor] | None:  # fmt: skip
     """All gradients; those of scales come back where they are summed up on the way."""
     given = x, p, ready, rows, of_keys, of_queries, lse
-    return completed("stores", p, lambda: launch.all_passes(*given))
+    found = completed("stores", p, launch.all_passes, *given)
+    return None if found is None else found[0]
 
 
 def keys(
@@ -63,5 +64,4 @@ def keys(
     way = "keys" if dband is None else "keys of a table"
     if not (eligible.takes(p, rows.grad_out, dband is not None) and allows(way, x, p, outcome)):
         return False
-    given = x, p, ready, rows, of_keys, dband
-    return bool(completed(way, p, lambda: (launch.keys(*given), True)))
+    return completed(way, p, launch.keys, x, p, ready, rows, of_keys, dband) is not None
