@@ -41,8 +41,7 @@ def prepare(
         mode = static.slots[0].mode
         wanted = spread and cols[0].numel() > 0
         columns = _columns(cols[0], x.v.dtype, mode) if wanted else cols[0]
-    none = band.new_empty(0, dtype=torch.float32)
-    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, none, band)
+    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, band)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ A call forms the numbers per key and per query, looks up its `Plan`, and starts 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from ..runtime.device import processors
 from ..runtime.launch import Launch, start
 from . import tables
 from .codes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES
-from .hopper import launch as hopper
 from .layout import (
     aligned_copy,
     empty,
@@ -30,6 +31,16 @@ from .reductions import of_all, reduced, to_scales, zeros
 from .select import forward_launch, keys_launch, queries_launch
 from .static import Static, are_few
 
+
+def _find_tier() -> Any:
+    """The kernels for Hopper GPUs, or None where that folder is not installed."""
+    found = find_spec(f"{__package__}.hopper")
+    # An empty folder is found, too, but has no origin.
+    missing = found is None or found.origin is None
+    return None if missing else import_module(f"{__package__}.hopper.tier")
+
+
+TIER = _find_tier()
 # Two slots and the values that are wider than this are more than the registers hold: then there is a
 # pass over the keys for each slot.
 ROOM = 512
@@ -71,8 +82,6 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     ready = prepare(x, static, tables.form(x.bias, static, v))
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
-    if not others and hopper.says_tops(p):
-        ready = ready._replace(tops=hopper.empty_tops(p, v))
     out, low, lse = forward_of(x, p, ready, keeps=keeps)
     for other in others:
         far = forward_of(x, other, ready, keeps=keeps)
@@ -151,8 +160,8 @@ def forward_of(
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = empty_low(out, keeps)
-    if not parts and hopper.forwards(p):
-        hopper.forward(x, p, ready, out, low, lse)
+    tier = None if parts else TIER
+    if tier is not None and tier.forward(x, p, ready, out, low, lse, _outcome):
         return out, low, lse
     targets = (out, low, lse)
     if parts > 1:
@@ -230,26 +239,25 @@ def backward(
     of_bias: list[Tensor] = []
     banded = given.bias.rows is not None and stores(p)
     whole = len(plans) == 1
-    stored, summed = whole and hopper.stores(p, grad_out), whole and hopper.sums(p, grad_out)
-    if banded or stored:
-        blocks = -(-num_queries // 64)
-        done = lse.new_empty(batch * heads, blocks, dtype=torch.int32)
+    way = TIER.way(x, p, grad_out, _outcome) if whole and TIER is not None else ""
+    if banded or way == "stores":
         start(
-        norms.deltas, (blocks, batch * heads, 1),
+            norms.deltas, (-(-num_queries // 64), batch * heads, 1),
             {"WIDTH": next_power_of_two(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
-            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters, done),
+            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters),
             (heads, num_queries, width),
         )  # fmt: skip
-    scales: list[Tensor] = []
-    if summed:
-        scales = [hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)]
-    elif stored:
-        scales = hopper.all_passes(x, p, ready, rows, of_keys, within, done, given_lse)
-    elif banded:
+    scales: list[Tensor] | None = None
+    if way == "sums":
+        scales = TIER.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)
+    elif way == "stores":
+        scales = TIER.all_passes(x, p, ready, rows, of_keys, within, given_lse)
+    alone = way == "stores" and scales is not None and TIER.scale_by_keys(p, given_lse)
+    if scales is None and banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = tables.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
-    else:
+    elif scales is None:
         backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
         # The table's end is a shift of log_mass.
@@ -259,7 +267,6 @@ def backward(
         reduced(y, to) if slot.keys or not n else zeros(to)
         for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
     ]
-    alone = stored and hopper.scale_by_keys(p, given_lse)
     scales = scales or [
         to_scales(y, to, slot, num_queries, alone)
         for y, to, slot in zip(ds, given.scale, slots, strict=True)
@@ -307,8 +314,9 @@ def _backward_keys(
     grad_out, lse2, delta, *_ = rows
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys
-    if not add and hopper.takes(p, grad_out, dband is not None):
-        return hopper.keys(x, p, ready, rows, of_keys, dband)
+    tier = None if add else TIER
+    if tier is not None and tier.keys(x, p, ready, rows, of_keys, dband, _outcome):
+        return
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
         launch = keys_launch(
@@ -322,3 +330,13 @@ def _backward_keys(
              dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
             p.numbers(x.seed),
         )  # fmt: skip
+
+
+def _outcome(x: Inputs, static: Static, backward_too: bool) -> list[Tensor]:
+    """What a call gives, or its gradients, by the kernels that this thread may use now."""
+    out, lse, low, ready = forward(x, static)
+    if not backward_too:
+        return [out, lse]
+    draw = torch.Generator(out.device).manual_seed(1)
+    grad = torch.randn(out.shape, generator=draw, device=out.device).to(out.dtype)
+    return backward(grad, None, out, lse, low, x, static, ready.band, ready)
