@@ -101,6 +101,7 @@ def launch_of(
         return found
     from ..triton.kernels import backward_keys, backward_queries
     from ..triton.kernels import forward as triton_kernels
+    from ..triton.specialize import grouped
 
     sizes = sizes_of("split" if parts else kind, p)
     sizes = fitted(kind, sizes, p, shared_memory(p.device))
@@ -151,8 +152,9 @@ def launch_of(
     if sizes.registers and lean:
         options["maxnreg"] = sizes.registers
     found = p.launches[key] = Launch(
-        kernel, (blocks, batch * heads, max(parts, 1)), constants, options
-    )
+        kernel, (blocks, batch * heads, max(parts, 1)),
+        grouped(constants, interpreted=INTERPRETED), options,
+    )  # fmt: skip
     return found
 
 

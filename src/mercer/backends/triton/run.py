@@ -130,14 +130,15 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids,
     ]  # fmt: skip
     c = launch.constants
-    if c["TILED"]:
+    widths = p.constants["E0"], p.constants["E1"]
+    if c["TABLE"].tiled:
         tensors[12] = describe(ready.band, c["BM"], c["BN"])
     if c["TMA"]:
         rows = c["BM"] if kind == "keys" else c["BN"]
         first, second = (0, 2) if kind == "keys" else (1, 3)
-        tensors[first] = describe(tensors[first], rows, c["E0"])
-        if c["E1"] or c.get("SPREAD"):
-            tensors[second] = describe(tensors[second], rows, c["E1"] or 16)
+        tensors[first] = describe(tensors[first], rows, widths[0])
+        if widths[1] or c.get("SPREAD"):
+            tensors[second] = describe(tensors[second], rows, widths[1] or 16)
         if kind != "keys":
             tensors[4] = describe(tensors[4], rows, c["V"])
     return tensors
@@ -368,7 +369,7 @@ def backward_of(
     dq, ds, drow, dband, ends = of_queries
     launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low)
     c = launch.constants
-    if c["TILED"]:
+    if c["TABLE"].tiled:
         dband = describe(dband, c["BM"], c["BN"])
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
