@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .block_sizes import NOTHING
+from .codes import NOTHING
 
 
 class SlotConstants(NamedTuple):
