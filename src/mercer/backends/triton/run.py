@@ -58,14 +58,14 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids,
     ]  # fmt: skip
     c = launch.constants
-    if c["TILED"]:
+    if c["TABLE"].tiled:
         tensors[12] = tma_descriptor(ready.band, c["BM"], c["BN"])
     if c["TMA"]:
         rows = c["BM"] if kind == "keys" else c["BN"]
         first, second = (0, 2) if kind == "keys" else (1, 3)
-        tensors[first] = tma_descriptor(tensors[first], rows, c["E0"])
-        if c["E1"] or c.get("SPREAD"):
-            tensors[second] = tma_descriptor(tensors[second], rows, c["E1"] or 16)
+        tensors[first] = tma_descriptor(tensors[first], rows, p.constants["E0"])
+        if (e1 := p.constants["E1"]) or c.get("SPREAD"):
+            tensors[second] = tma_descriptor(tensors[second], rows, e1 or 16)
         if kind != "keys":
             tensors[4] = tma_descriptor(tensors[4], rows, c["V"])
     return tensors
@@ -297,7 +297,7 @@ def backward_of(
     dq, ds, drow, dband, ends = of_queries
     launch = queries_launch(p, add=not first, cut=cut, lse=lse, low=low)
     c = launch.constants
-    if c["TILED"]:
+    if c["TABLE"].tiled:
         dband = tma_descriptor(dband, c["BM"], c["BN"])
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
