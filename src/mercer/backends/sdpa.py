@@ -55,6 +55,11 @@ def memory(task: Task) -> int:
     return lifted + task.mask_elements * (1 + size)
 
 
+def kernels(device: torch.device) -> str:
+    """It has one kind of kernels."""
+    return ""
+
+
 def keeps_nan(tasks: Sequence[Task]) -> bool:
     """It spreads NaN, so it gets cleaned inputs."""
     return False

@@ -75,6 +75,11 @@ def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
     return None
 
 
+def kernels(tasks: tuple[Task, ...], name: str) -> str:
+    """Which kernels a backend runs, where it has several kinds."""
+    return BACKENDS[name].kernels(tasks[0].device) if name in BACKENDS else ""
+
+
 def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:
     """Why each backend other than the chosen one does not run."""
     reasons = {}

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
-from ..runtime.launch import INTERPRETED
-from ..triton.backend import INSTALLED
+from ..runtime.device import INSTALLED, INTERPRETED
 from .launch import readable, start
 from .taps import sum_by_id
 

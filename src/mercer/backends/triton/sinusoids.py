@@ -16,8 +16,7 @@ from ...term.learned import derives, needs_gradient
 from ...term.sinusoids import Turned, turned, waves_of_queries
 from ...term.term import Term
 from .. import Task
-from .plan import readable_rows
-from .run import turn
+from .numbers import turn
 
 # A table has a score for each pair. It is used up to this many keys and scores.
 MAX_KEYS, MAX_SCORES = 8192, 2**32
@@ -55,7 +54,7 @@ def queries(f: Turned, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     waves = waves_of_queries(c, f.base, scale)
     if derives(needs_gradient(c)):
         return _Turn.apply(c, waves).to(dtype)
-    return _turned(c, waves, 1.0).to(dtype)
+    return turn(c, waves, 1.0).to(dtype)
 
 
 class _Turn(torch.autograd.Function):
@@ -64,14 +63,10 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
         ctx.save_for_backward(waves)
-        return _turned(x, waves, 1.0)
+        return turn(x, waves, 1.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (waves,) = ctx.saved_tensors
-        return _turned(grad, waves, -1.0), None
-
-
-def _turned(x: Tensor, waves: Tensor, sign: float) -> Tensor:
-    return turn(readable_rows(x), waves, sign)
+        return turn(grad, waves, -1.0), None

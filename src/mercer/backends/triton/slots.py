@@ -9,9 +9,9 @@ from ...term.factors import Apart, Factor, Sloped, Steered, Unit, late, unit
 from ...term.layout import join, repeat
 from ...term.sinusoids import Turned
 from ...term.term import Term
-from .block_sizes import are_few
-from .run import add
+from .numbers import add
 from .sinusoids import queries
+from .static import are_few
 
 
 class Joined(Apart):

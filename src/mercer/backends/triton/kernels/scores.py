@@ -9,24 +9,24 @@ import triton
 import triton.language as tl
 
 from ....term import factors
-from .. import block_sizes as triton_sizes
+from .. import codes
 from .primitives import LOG2E
 
 SQRT3 = tl.constexpr(1.7320508075688772)
 SQRT5 = tl.constexpr(2.23606797749979)
-IDENTITY = tl.constexpr(0)
-POWER = tl.constexpr(1)
-RATIONAL = tl.constexpr(2)
-MATERN12 = tl.constexpr(3)
-MATERN32 = tl.constexpr(4)
-MATERN52 = tl.constexpr(5)
+IDENTITY = tl.constexpr(codes.IDENTITY)
+POWER = tl.constexpr(codes.POWER)
+RATIONAL = tl.constexpr(codes.RATIONAL)
+MATERN12 = tl.constexpr(codes.MATERN12)
+MATERN32 = tl.constexpr(codes.MATERN32)
+MATERN52 = tl.constexpr(codes.MATERN52)
 # How a span forms its weights: by the general way, or by one of the shorter ones.
-GENERAL = tl.constexpr(0)
-PLAIN = tl.constexpr(1)
-POLY = tl.constexpr(2)
-FLAT = tl.constexpr(3)
-NORMS = tl.constexpr(triton_sizes.NORMS)
-BY_LENGTHS = tl.constexpr(triton_sizes.LENGTHS)
+GENERAL = tl.constexpr(codes.GENERAL)
+PLAIN = tl.constexpr(codes.PLAIN)
+POLY = tl.constexpr(codes.POLY)
+FLAT = tl.constexpr(codes.FLAT)
+NORMS = tl.constexpr(codes.NORMS)
+BY_LENGTHS = tl.constexpr(codes.LENGTHS)
 LEAST_LENGTH = tl.constexpr(factors.LEAST_LENGTH)
 
 
