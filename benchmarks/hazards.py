@@ -26,7 +26,6 @@ import torch
 import mercer as mc
 from mercer.backends.polynomial import fused as fused_squares
 from mercer.backends.runtime import launch as launches
-from mercer.backends.runtime import replay as tapes
 from mercer.backends.triton import (
     backend as triton,
 )
@@ -101,7 +100,6 @@ class Compiled:
             *tensors, *numbers, **launch.constants, **launch.options
         )
         # As on such a GPU, though tensors lie elsewhere.
-        tapes.enabled = False
         triton.INTERPRETED = fused_squares.INTERPRETED = True
         for module in (bands, fused_squares, hopper, triton_launch, triton_plan):
             for name, value in AS_HOPPER.items():

@@ -19,14 +19,11 @@ import torch
 
 import mercer as mc
 from mercer.backends.runtime import launch as launches
-from mercer.backends.runtime import replay as tapes
 from mercer.backends.triton import plan as triton_plan
 from mercer.backends.triton.block_sizes import Sizes
 from mercer.bench.clock import Clock
 from mercer.bench.workload import Workload
 
-# Every launch is to be seen.
-tapes.enabled = False
 KINDS = {"forward": "forward", "backward_keys": "keys", "backward_queries": "queries"}
 BLOCKS = {
     "forward": [

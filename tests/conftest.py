@@ -22,12 +22,3 @@ def small_blocks(monkeypatch):
     from mercer.backends.chunked import blocks
 
     monkeypatch.setattr(blocks, "block_side", lambda batch_heads: 4)
-
-
-@pytest.fixture(autouse=True)
-def _written_out(request, monkeypatch):
-    """Tests that change what a call decides need calls that decide."""
-    if request.module.__name__ in ("test_triton", "test_hopper", "test_taps_fused"):
-        from mercer.backends.runtime import replay as tapes
-
-        monkeypatch.setattr(tapes, "enabled", False)

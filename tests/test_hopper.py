@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends.runtime import replay as tapes
 from mercer.backends.triton import plan as triton_plan
 from mercer.backends.triton.backend import INSTALLED
 from mercer.backends.triton.hopper import launch as hopper
@@ -140,7 +139,6 @@ def test_groups_give_what_the_other_pass_gives(name, dtype, monkeypatch):
 def test_fewer_keys_take_two_passes(name, monkeypatch):
     _, other, want, _ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
-    monkeypatch.setattr(tapes, "_tapes", {})
     monkeypatch.setattr(hopper, "one_pass", None)
     two, *_, ran = run(name, torch.bfloat16, monkeypatch, many=math.inf)
     assert ran == 2
@@ -244,7 +242,6 @@ def test_gradients_of_queries_come_from_programs_of_either_size(name, monkeypatc
     got, _, want, _ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(triton_plan, "_plans", {})
-    monkeypatch.setattr(tapes, "enabled", False)
     monkeypatch.setattr(hopper, "SHORT", 0)
     large, *_ = run(name, torch.bfloat16, monkeypatch)
     for what in got:
@@ -272,7 +269,6 @@ def test_programs_go_on_with_other_keys(name, rounds, monkeypatch):
     got, *_ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(triton_plan, "_plans", {})
-    monkeypatch.setattr(tapes, "_tapes", {})
     monkeypatch.setattr(hopper, "processors", lambda device: 3)
     monkeypatch.setattr(hopper, "ROUNDS", rounds)
     monkeypatch.setattr(hopper, "LAST", 1)
@@ -289,7 +285,6 @@ def repeated(make, left, dim, option, monkeypatch):
 
     def results():
         monkeypatch.setattr(triton_plan, "_plans", {})
-        monkeypatch.setattr(tapes, "_tapes", {})
         out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
         return torch.autograd.grad(out, [*inputs, *parameters], given[3])
 
@@ -392,7 +387,6 @@ def forwards(case, monkeypatch):
     inner = hopper.forward
     monkeypatch.setattr(hopper, "forward", lambda *a: (ran.append(1), inner(*a))[1])
     for given in (True, False):
-        monkeypatch.setattr(tapes, "_tapes", {})
         if not given:
             monkeypatch.setattr(hopper, "forwards", lambda p: False)
         found.append(case.run("triton", log_mass=True))
@@ -470,7 +464,6 @@ def test_programs_do_again_what_has_to_be(make, programs, monkeypatch):
         v[:, head, place, 7] = math.inf
         spoiled[:, head, place:] = True
     monkeypatch.setattr(triton_plan, "_plans", {})
-    monkeypatch.setattr(tapes, "_tapes", {})
     monkeypatch.setattr(hopper, "processors", lambda device: programs)
     with torch.no_grad():
         got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)

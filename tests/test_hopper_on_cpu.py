@@ -526,7 +526,7 @@ def test_the_forward_gives_what_softmax_does(home, name, stages):
     assert torch.allclose(lse, mass, rtol=1e-5, atol=1e-4)
     if flags["HAS_LOW"]:
         # As if outputs had been rounded.
-        kernels = module("kernels.forward", 1, 0)
+        kernels = module("kernels.primitives", 1, 0)
         assert torch.equal(low, kernels._taken(out, torch.bfloat16).to(torch.int8))
         got = kernels._given_back(out.bfloat16(), low, torch.bfloat16)
         assert torch.allclose(got, out, rtol=2**-15, atol=0.0)
@@ -547,7 +547,7 @@ def of_all_sizes():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_rounding_takes_comes_back(dtype):
-    kernels, x = module("kernels.forward", 1, 0), of_all_sizes()
+    kernels, x = module("kernels.primitives", 1, 0), of_all_sizes()
     rounded = x.to(dtype)
     taken = kernels._taken(x, dtype)
     assert torch.equal(taken, taken.to(torch.int8))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends.runtime import replay as tapes
 from mercer.backends.triton import plan as triton_plan
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
 from mercer.backends.triton.hopper import launch as hopper
@@ -107,7 +106,6 @@ def test_queries_get_what_is_stored(name, filter, short, share, of_mass, monkeyp
     i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     seen = {"causal": i >= j, "window": (i >= j) & (i - j <= 70), "full": i + j >= 0}[filter]
     other = Pass(scale, seen)
-    monkeypatch.setattr(tapes, "enabled", False)
     monkeypatch.setattr(triton_plan, "_plans", {})
     monkeypatch.setattr(hopper, "stores", lambda p, grad: True)
     monkeypatch.setattr(hopper, "_share", lambda p: share)

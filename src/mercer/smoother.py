@@ -14,6 +14,7 @@ Letters, everywhere: B batch, H heads, Q queries, K keys, D features of a head, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
@@ -68,13 +69,18 @@ def smooth(
             for a signed kernel, of its absolute value.
     """
     problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
+    return finish(problem, lambda: solve(problem, backend))
+
+
+def finish(problem: Problem, run: Callable[[], Smoothed]) -> Tensor | tuple[Tensor, Tensor]:
+    """What the user gets from `run`: the output, and log_mass where it was asked for."""
     if not torch.is_autocast_enabled(problem.v.device.type):
-        result = solve(problem, backend)
+        result = run()
     else:
         # The inputs are already cast; sums and numbers per key stay in float32.
         with torch.autocast(problem.v.device.type, enabled=False):
-            result = solve(problem, backend)
-    if not return_log_mass:
+            result = run()
+    if not problem.log_mass:
         return result.out
     assert result.log_mass is not None
     return result.out, result.log_mass

@@ -16,7 +16,9 @@ from ..filters import Filter, Full
 from ..kernels import Exponential, Kernel
 from ..smoother import smooth
 from ..term.features import Features
-from ..tokenwise.vicinity import continue_vicinity, num_cut, refuses_fused, vicinity
+from ..tokenwise.decoding import continue_vicinity
+from ..tokenwise.taps import num_cut
+from ..tokenwise.vicinity import refusal, vicinity
 from .cache import Cache, SegmentMemory
 from .positions import Position, place
 from .tokens import TokenKernels
@@ -243,8 +245,8 @@ class KernelAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         cut, fused = 0, False
         if self.tokens is not None and self.has_token_kernels:
-            cut = num_cut(self.tokens.boundary, filter, self.tokens.size)
-            refused = refuses_fused(self.joined_kernel, q, k, v, filter, dropout_p)
+            cut = num_cut(self.tokens.boundary, filter.causal, self.tokens.size)
+            refused = refusal(self.joined_kernel, q, k, v, filter, dropout_p)
             fused = self.backend == "auto" and refused is None
         said = explain(
             self.joined_kernel,

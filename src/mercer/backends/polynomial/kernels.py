@@ -21,7 +21,7 @@ makes, in which what is padded, hidden or not finite is zero.
 import triton
 import triton.language as tl
 
-from ..triton.kernels.forward import _settle
+from ..triton.kernels.primitives import _settle
 
 NOWHERE = tl.constexpr(2147483647)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,23 +28,6 @@ if TYPE_CHECKING:
 # Triton's own interpreter, in which the tests run these kernels on a CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_local = threading.local()
-
-
-def listening() -> Callable[..., None] | None:
-    """What hears of the launches of this thread."""
-    return getattr(_local, "listener", None)
-
-
-@contextlib.contextmanager
-def heard(listener: Callable[..., None]) -> Iterator[None]:
-    """With it, `listener` is told of every launch before it starts."""
-    _local.listener = listener
-    try:
-        yield
-    finally:
-        _local.listener = None
-
 
 @dataclass(eq=False)
 class Launch:
@@ -62,8 +43,6 @@ class Launch:
     caches: bool = False
 
     def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
-        if (listener := listening()) is not None:
-            listener(self, tensors, numbers)
         if INTERPRETED:
             self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
             return
@@ -120,7 +99,7 @@ def launch_of(
     found = p.launches.get(key)
     if found is not None:
         return found
-    from ..triton.kernels import backward as triton_backward
+    from ..triton.kernels import backward_keys, backward_queries
     from ..triton.kernels import forward as triton_kernels
 
     sizes = sizes_of("split" if parts else kind, p)
@@ -137,14 +116,14 @@ def launch_of(
         flags |= {"INSIDE0": inside[0], "INSIDE1": inside[1], "SUMMED": p.static.summed}
         flags |= {"FAST": 0, "GROUPED": p.static.grouped}
     else:
-        kernel = triton_backward.backward_keys
+        kernel = backward_keys.backward_keys
         flags |= {
             "NORM0": slots[0].norm, "NORM1": two and slots[-1].norm,
             "WANT0": slots[0].wants, "WANT1": two and slots[-1].wants,
             "SAVE_COL0": slots[0].saves, "SAVE_COL1": two and slots[-1].saves,
         }  # fmt: skip
         if kind == "queries":
-            kernel = triton_backward.backward_queries
+            kernel = backward_queries.backward_queries
             flags["SPREAD"] = spread
             flags |= {"CUT": cut, "HAS_LSE": lse, "FIRST": not add}
             flags["HAS_LOW"] = low

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from ...term.mix import Smoothed
 from ...term.sinusoids import TURNS
 from .. import Task
 from ..runtime.launch import INTERPRETED
-from ..runtime.replay import play
 from . import plan as triton_plan
 from . import run as triton_launch
 from . import steering as triton_steer
@@ -233,23 +231,17 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
         ctx.save_for_backward(waves)
-        return _turned_by(1.0, x, waves)
+        return _turned(x, waves, 1.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (waves,) = ctx.saved_tensors
-        return _turned_by(-1.0, grad, waves), None
+        return _turned(grad, waves, -1.0), None
 
 
-def _turned_by(sign: float, x: Tensor, waves: Tensor) -> Tensor:
-    """What `_turned` gives, perhaps by the tape of an earlier call."""
-    (found,) = play("turn", sign, (x, waves), partial(_turned, sign))
-    return found
-
-
-def _turned(sign: float, x: Tensor, waves: Tensor) -> list[Tensor]:
-    return [triton_launch.turn(triton_plan.readable_rows(x), waves, sign)]
+def _turned(x: Tensor, waves: Tensor, sign: float) -> Tensor:
+    return triton_launch.turn(triton_plan.readable_rows(x), waves, sign)
 
 
 def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
@@ -257,7 +249,7 @@ def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
         return None
     if _derives(c.requires_grad and torch.is_grad_enabled()):
         return _Turn.apply(c, waves)
-    return _turned_by(1.0, c, waves)
+    return _turned(c, waves, 1.0)
 
 
 TURNS["cuda"] = _turn
@@ -267,7 +259,7 @@ def _call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and log_mass; where nothing learns, without what autograd takes of the host."""
     if _derives(static.trains):
         return _Fused.apply(static, *given)
-    out, lse, *_ = _played(static, given)
+    out, lse, *_ = _start(static, *given)
     return out, lse
 
 
@@ -275,11 +267,6 @@ def _derives(trains: bool) -> bool:
     """Whether a call may have a derivative: as it trains, or another, which has to be refused."""
     other = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     return trains or other
-
-
-def _played(static: Static, given: Sequence[Tensor | None]) -> list[Any]:
-    """What `_start` gives, perhaps by the tape of an earlier call."""
-    return play("forward", static, given, partial(_start, static))
 
 
 class _Fused(torch.autograd.Function):
@@ -291,7 +278,7 @@ class _Fused(torch.autograd.Function):
         table: Tensor | None, asking: Tensor | None, by: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given = (lengths, ids, seed, table, asking, by, *tensors)
-        out, lse, low, *ready = _played(static, given)
+        out, lse, low, *ready = _start(static, *given)
         ctx.static, ctx.count = static, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, low, *ready, *given)
@@ -302,9 +289,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         grad_out = torch.zeros_like(saved[0]) if grad_out is None else grad_out
-        grads = play(
-            "backward", ctx.static, (grad_out, grad_lse, *saved), partial(_back, ctx.static)
-        )
+        grads = _back(ctx.static, grad_out, grad_lse, *saved)
         return None, None, None, None, *_slots_of(grads[ctx.count :]), *grads[: ctx.count]
 
 
@@ -356,8 +341,7 @@ def fused(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The forward for compiled graphs: (out, log_mass, what rounding took from out, the band)."""
     known = parse(static, sizes)
-    given = (lengths, ids, seed, table, asking, rows, *tensors)
-    out, lse, low, *_, band = play("forward", known, given, partial(_start, known))
+    out, lse, low, *_, band = _start(known, lengths, ids, seed, table, asking, rows, *tensors)
     return out, lse, low, band
 
 
@@ -383,23 +367,11 @@ def fused_backward(
     lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """The backward for compiled graphs."""
-    known = parse(static, sizes)
-    given = (lengths, ids, seed, table, asking, rows, *tensors)
-    return play(
-        "backward alone", known, (grad_out, grad_lse, out, lse, low, band, *given),
-        partial(_back_alone, known),
-    )  # fmt: skip
-
-
-def _back_alone(
-    static: Static, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, low: Tensor,
-    band: Tensor, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    """The same as `_back` where of `Numbers` only the band was kept."""
-    bias = Bias(*rest[:3])
-    inputs = Inputs.of(rest[3:], bias, lengths, ids, seed)
-    band = bands.again(band, bias, static, inputs.v)
-    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, static, band)
+    known, bias = parse(static, sizes), Bias(table, asking, rows)
+    inputs = Inputs.of(tuple(tensors), bias, lengths, ids, seed)
+    # Of `Numbers` only the band was kept.
+    band = bands.again(band, bias, known, inputs.v)
+    return triton_launch.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
 
 
 @fake(fused_backward)

@@ -75,8 +75,11 @@ class Static(NamedTuple):
 
     @property
     def precise(self) -> bool:
-        """Whether a gradient needs <dO, O> better than the output is stored."""
-        return self.trains and any(slot.wants for slot in self.slots)
+        """Whether a gradient needs <dO, O> better than the output is stored.
+
+        Those of scales and of numbers per key do: they are small differences of large sums.
+        """
+        return self.trains and any(slot.wants or slot.saves for slot in self.slots)
 
 
 def parse(text: str, sizes: list[int]) -> Static:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...term.layout import repeat
 from ..runtime.launch import INTERPRETED, Launch, helper, launch_of
-from . import decode_shared as sharing
 from . import tables as bands
 from .block_sizes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES, are_few
 from .hopper import launch as hopper
@@ -171,7 +170,6 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
 
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """`forward` for few queries: by parts of the keys, which are read once."""
-    x = sharing.places_last(x, static)
     shape, group = static.shape, _group(x, static)
     inside = _inside(x, static)
     band = bands.form(x.bias, static, x.v)
@@ -182,8 +180,7 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
         ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
         static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
     (p,) = _plans_of(x, static, ready)
-    shared = sharing.takes(p, x)
-    out, low, lse = forward_of(x, p, ready, _parts(p, shared), inside, shared=shared)
+    out, low, lse = forward_of(x, p, ready, _parts(p), inside)
     return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
 
 
@@ -223,11 +220,11 @@ def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
 
 def forward_of(
     x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: tuple[int, int] = NOWHERE,
-    keeps: bool = False, shared: bool = False,
+    keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, what rounding took from it, log_mass) of one plan.
 
-    `parts`: into how many the keys of few queries are cut; `shared`: see `sharing.takes`.
+    `parts`: into how many the keys of few queries are cut.
     """
     static, v = p.static, x.v
     batch, heads, num_queries = static.shape
@@ -240,11 +237,8 @@ def forward_of(
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    if shared:
-        sharing.forward(x, p, ready, targets[0], targets[2], parts)
-    else:
-        launch = launch_of(p, "forward", parts=parts, inside=inside, low=low.numel() > 0)
-        launch((*_tensors(x, ready, p, launch, "forward"), *targets), p.numbers(x.seed))
+    launch = launch_of(p, "forward", parts=parts, inside=inside, low=low.numel() > 0)
+    launch((*_tensors(x, ready, p, launch, "forward"), *targets), p.numbers(x.seed))
     if parts > 1:
         rows = batch * heads * num_queries
         helper(
@@ -265,13 +259,11 @@ def empty_low(out: Tensor, keeps: bool) -> Tensor:
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
-def _parts(p: Plan, shared: bool) -> int:
+def _parts(p: Plan) -> int:
     """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
     batch, heads, _ = p.static.shape
-    programs, each = batch * heads, AT_WORK
-    if shared:
-        programs, each = sharing.programs(p), sharing.AT_ONCE
-    return max(1, min(p.num_keys // PART, each * processors(p.device) // programs, MOST_PARTS))
+    most = AT_WORK * processors(p.device) // (batch * heads)
+    return max(1, min(p.num_keys // PART, most, MOST_PARTS))
 
 
 def backward(

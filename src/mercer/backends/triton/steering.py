@@ -8,7 +8,6 @@ fused kernels. Where other features do, it is a step of its own.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from ...term.factors import Steered
 from .. import Task
 from ..runtime.launch import helper
-from ..runtime.replay import play
 from .plan import Inputs, Log, Static, Steer, expanded, readable_rows, room, strides_of
 
 # Places of a sum that one program takes: few, so that there are programs enough for all processors.
@@ -69,25 +67,12 @@ class _Steer(torch.autograd.Function):
         x, w, log = readable_rows(x), w.contiguous(), log.contiguous()
         ctx.save_for_backward(x, w, log)
         ctx.rest = bend, reach
-        (found,) = play("steer", ctx.rest, (x, w, log), partial(_steer, bend, reach))
-        return found
+        return _scales(x, w, log, bend, reach)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        given = (grad, *ctx.saved_tensors)
-        found = play("steer back", ctx.rest, given, partial(_steer_back, *ctx.rest))
-        return (*found, None, None)
-
-
-def _steer(bend: Log, reach: float, x: Tensor, w: Tensor, log: Tensor) -> list[Tensor]:
-    return [_scales(x, w, log, bend, reach)]
-
-
-def _steer_back(
-    bend: Log, reach: float, grad: Tensor, x: Tensor, w: Tensor, log: Tensor
-) -> list[Tensor]:
-    return [*_gradients(grad, x, w, log, bend, reach)]
+        return (*_gradients(grad, *ctx.saved_tensors, *ctx.rest), None, None)
 
 
 def _scales(x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:

@@ -7,18 +7,8 @@ gradients. Sums over places are taken part by part, without atomics.
 import triton
 import triton.language as tl
 
-from .forward import (
-    COLUMNS,
-    _bent,
-    _columns,
-    _delta,
-    _exactly,
-    _no_tickets,
-    _row_of,
-    _rows,
-    _scale,
-    _tanh,
-)
+from .primitives import COLUMNS, _columns, _delta, _exactly, _no_tickets, _row_of, _rows
+from .scores import _bent, _scale, _tanh
 
 
 @triton.jit

@@ -21,19 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.backward import _counted
-from ...kernels.forward import (
-    COLUMNS,
-    LOG2E,
-    _columns,
-    _finite,
-    _first_place,
-    _grown,
-    _query_blocks,
-    _query_range,
-    _stretch,
-    _visible,
-)
+from ...kernels.gradients import _counted
+from ...kernels.primitives import COLUMNS, LOG2E, _columns, _finite
+from ...kernels.scores import _grown
+from ...kernels.visibility import _first_place, _query_blocks, _query_range, _stretch, _visible
 from .dq_fixed_point import _blocks, _bound, _fixed, _reference_within
 from .dq_in_pass import _copy_pairs, _gather, _say_stored, _sorted, _wait_stored
 from .primitives import (

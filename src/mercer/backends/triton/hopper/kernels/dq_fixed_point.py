@@ -16,9 +16,12 @@ max_j |k_j|.
 import triton
 import triton.language as tl
 
-from ...kernels.backward import _reference, _store_queries
-from ...kernels.forward import _query_range, _row_of, _rows, _scale
+from ...kernels.backward_queries import _store_queries
+from ...kernels.gradients import _reference
 from ...kernels.norms import _form_deltas, _of_head, _store_scale
+from ...kernels.primitives import _row_of, _rows
+from ...kernels.scores import _scale
+from ...kernels.visibility import _query_range
 
 # Places of a program, and of one bound.
 PLACES = tl.constexpr(64)

@@ -8,9 +8,12 @@ not read.
 import triton
 import triton.language as tl
 
-from ...kernels.backward import _of_columns, _reference, _store_queries
-from ...kernels.forward import COLUMNS, _block, _key_range, _query_blocks, _row_of, _rows, _scale
+from ...kernels.backward_queries import _store_queries
+from ...kernels.gradients import _of_columns, _reference
 from ...kernels.norms import _of_head, _store_scale
+from ...kernels.primitives import COLUMNS, _block, _row_of, _rows
+from ...kernels.scores import _scale
+from ...kernels.visibility import _key_range, _query_blocks
 
 # Keys whose pairs lie side by side: those of a program of the pass over keys.
 TILE = tl.constexpr(128)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.forward import _query_blocks
+from ...kernels.visibility import _query_blocks
 from .dq_from_scores import BEYOND
 from .primitives import BLOCK, NOTE, OWN, _landed, _range, _skip, _wait_for, barrier, load
 

@@ -15,7 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.forward import COLUMNS, LOG2E, _scale, _stretch
+from ...kernels.primitives import COLUMNS, LOG2E
+from ...kernels.scores import _scale
+from ...kernels.visibility import _stretch
 from .forward_64 import _beside, _careful, _finished, _lay_low, _shown, _weights
 from .primitives import BLOCK, OWN, REGISTERS, _batch, _range, _within, barrier, load, store
 

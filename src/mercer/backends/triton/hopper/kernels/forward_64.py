@@ -16,19 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.forward import (
-    COLUMNS,
-    LN2,
-    LOG2E,
-    _bits_beyond,
-    _down,
-    _finite,
-    _key_range,
-    _keys_seen,
-    _scale,
-    _taken,
-    _visible,
-)
+from ...kernels.primitives import COLUMNS, LN2, LOG2E, _bits_beyond, _finite, _taken
+from ...kernels.scores import _down, _scale
+from ...kernels.visibility import _key_range, _keys_seen, _visible
 from .dq_fixed_point import _most
 from .primitives import BLOCK, OWN, _batch, _ones, _within, barrier, load, store
 

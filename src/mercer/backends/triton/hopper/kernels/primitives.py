@@ -4,7 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...kernels.forward import COLUMNS, _key_range
+from ...kernels.primitives import COLUMNS
+from ...kernels.visibility import _key_range
 
 # As Triton 3.6 calls them, and as later ones do.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

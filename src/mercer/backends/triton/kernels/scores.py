@@ -1,0 +1,168 @@
+"""From products to exponents: scales, links, and how a slot's weights are formed.
+
+    s = scale (<q, k> + col) + row        w = 2^exponent(s) factor(s)
+
+Exponents are to the base 2.
+"""
+
+import triton
+import triton.language as tl
+
+from ....term import factors
+from .. import block_sizes as triton_sizes
+from .primitives import LOG2E
+
+SQRT3 = tl.constexpr(1.7320508075688772)
+SQRT5 = tl.constexpr(2.23606797749979)
+IDENTITY = tl.constexpr(0)
+POWER = tl.constexpr(1)
+RATIONAL = tl.constexpr(2)
+MATERN12 = tl.constexpr(3)
+MATERN32 = tl.constexpr(4)
+MATERN52 = tl.constexpr(5)
+# How a span forms its weights: by the general way, or by one of the shorter ones.
+GENERAL = tl.constexpr(0)
+PLAIN = tl.constexpr(1)
+POLY = tl.constexpr(2)
+FLAT = tl.constexpr(3)
+NORMS = tl.constexpr(triton_sizes.NORMS)
+BY_LENGTHS = tl.constexpr(triton_sizes.LENGTHS)
+LEAST_LENGTH = tl.constexpr(factors.LEAST_LENGTH)
+
+
+@triton.jit
+def _link(s, LINK: tl.constexpr, PARAM: tl.constexpr, FLAT: tl.constexpr):
+    """(E, A, C): w = A 2^E and dw/ds = C 2^E, by as few slow functions as there are.
+
+    For the identity, s is already to the base 2. FLAT: the weight needs no exponential at all.
+    Comparisons are written so that NaN stays NaN.
+    """
+    exponent = s
+    factor = 1.0
+    pull = 1.0
+    if LINK == POWER:
+        exponent = PARAM * tl.log2(tl.abs(s))
+        pull = tl.where(s == 0.0, 0.0, PARAM / tl.where(s == 0.0, 1.0, s))
+    elif LINK == RATIONAL:
+        base = 1.0 + tl.where(s > 0.0, 0.0, -s) * (1.0 / PARAM)
+        root = tl.rsqrt(base)
+        inverse = root * root
+        if FLAT:
+            factor = inverse
+            pull = inverse * inverse
+        else:
+            exponent = -PARAM * tl.log2(base)
+            pull = inverse
+    elif LINK != IDENTITY:
+        square = tl.where(s > 0.0, 0.0, -2.0 * s)
+        inverse = tl.rsqrt(square + 1e-30)
+        r = square * inverse
+        if LINK == MATERN12:
+            exponent = -LOG2E * r
+            pull = tl.where(square > 0.0, inverse, 0.0)
+        elif LINK == MATERN32:
+            exponent = (-LOG2E * SQRT3) * r
+            factor = 1.0 + SQRT3 * r
+            pull = 3.0
+        else:
+            exponent = (-LOG2E * SQRT5) * r
+            factor = 1.0 + SQRT5 * r + (5.0 / 3.0) * square
+            pull = (5.0 / 3.0) * (1.0 + SQRT5 * r)
+    return exponent, factor, pull
+
+
+@triton.jit
+def _tanh(x):
+    """Odd, and without overflow."""
+    small = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _bent(x, LOG: tl.constexpr):
+    """log s of a parameter, and its slope; triton_plan.py says what LOG means."""
+    slope = 1.0
+    if LOG[0] == 2:
+        free = tl.minimum(tl.maximum(x, LOG[2]), LOG[3])
+        bend = _tanh((x - free) / LOG[4])
+        x = free + LOG[4] * bend
+        slope = 1.0 - bend * bend
+    return x + LOG[1], slope
+
+
+@triton.jit
+def _grown(x, LOG: tl.constexpr):
+    """A head's scale from its parameter, where it is one."""
+    if LOG[0] > 0:
+        log, _ = _bent(x, LOG)
+        x = tl.exp(-2.0 * log)
+    return x
+
+
+@triton.jit
+def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr, LOG: tl.constexpr):
+    """The scale of a slot: a number, a number of the head, or one for each query."""
+    if MODE == 0:
+        out = number
+    elif MODE == 1:
+        out = _grown(tl.load(tensor + h * stride), LOG)
+    else:
+        out = tl.load(tensor + line + n, mask=inside, other=0.0)
+    return out
+
+
+@triton.jit
+def _inverse_length(squares):
+    """1 / |x|; of what has no length, products are zeros."""
+    return 1.0 / tl.maximum(tl.sqrt(squares), LEAST_LENGTH)
+
+
+@triton.jit
+def _by_keys(t, squares, INSIDE: tl.constexpr):
+    """Products as a slot has them, from the squared lengths of keys."""
+    if INSIDE == NORMS:
+        t -= 0.5 * squares
+    elif INSIDE == BY_LENGTHS:
+        t = t * _inverse_length(squares)
+    return t
+
+
+@triton.constexpr_function
+def _mode(mode, grouped, inside):
+    """The mode of scales that queries have each their own of, as heads of a group or by their lengths."""
+    return 2 if (mode == 1 and grouped) or inside == BY_LENGTHS.value else mode
+
+
+@triton.jit
+def _down(x, MODE: tl.constexpr):
+    """A scale beside rows of queries."""
+    return x[:, None] if MODE == 2 else x
+
+
+@triton.jit
+def _across(x, MODE: tl.constexpr):
+    """A scale above columns of queries."""
+    return x[None, :] if MODE == 2 else x
+
+
+@triton.jit
+def _scaled(t, scale, row, LINK: tl.constexpr, HAS_ROW: tl.constexpr):
+    """s = scale t + row, to the base 2 for the identity, and exactly 0 within rounding of a cusp."""
+    if LINK == IDENTITY:
+        s = t * (scale * LOG2E)
+    else:
+        s = t * scale
+    if HAS_ROW:
+        s += row * LOG2E if LINK == IDENTITY else row
+        if LINK == MATERN12:
+            s = tl.where(s > -3.8e-6 * tl.abs(row), 0.0, s)
+    return s
+
+
+@triton.jit
+def _power(x, DEGREE: tl.constexpr):
+    out = x
+    for _ in tl.static_range(DEGREE - 1):
+        out = out * x
+    return out
