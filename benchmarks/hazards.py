@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import mercer as mc
-from mercer.backends.polynomial import fused as fused_squares
+from mercer.backends.polynomial import plan as polynomial_plan
 from mercer.backends.runtime import launch as launches
 from mercer.backends.triton import (
     backend as triton,
@@ -100,8 +100,8 @@ class Compiled:
             *tensors, *numbers, **launch.constants, **launch.options
         )
         # As on such a GPU, though tensors lie elsewhere.
-        triton.INTERPRETED = fused_squares.INTERPRETED = True
-        for module in (bands, fused_squares, hopper, triton_launch, triton_plan):
+        triton.INTERPRETED = polynomial_plan.INTERPRETED = True
+        for module in (bands, polynomial_plan, hopper, triton_launch, triton_plan):
             for name, value in AS_HOPPER.items():
                 if hasattr(module, name):
                     setattr(module, name, lambda device, value=value: value)
