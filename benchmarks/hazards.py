@@ -29,9 +29,7 @@ from mercer.backends.runtime import launch as launches
 from mercer.backends.triton import (
     backend as triton,
 )
-from mercer.backends.triton import (
-    plan as triton_plan,
-)
+from mercer.backends.triton import layout
 from mercer.backends.triton import (
     run as triton_launch,
 )
@@ -44,7 +42,7 @@ from mercer.bench.workload import Workload
 
 HEADS, LENGTH = 2, 300
 PROCESSORS, SHARED = 132, 232448
-AS_HOPPER = {"settles": True, "available": True, "copying": True, "processors": PROCESSORS}
+AS_HOPPER = {"settles": True, "available": True, "has_tma": True, "processors": PROCESSORS}
 # Besides the kernels of `mercer bench`: a table that reaches all pairs, and polynomials by states,
 # of which there are some from so many places on.
 EVERYWHERE, LINEAR, STATES = "lookup-all", "linear", 4500
@@ -101,7 +99,7 @@ class Compiled:
         )
         # As on such a GPU, though tensors lie elsewhere.
         triton.INTERPRETED = polynomial_plan.INTERPRETED = True
-        for module in (bands, polynomial_plan, hopper, triton_launch, triton_plan):
+        for module in (bands, polynomial_plan, hopper, triton_launch, layout):
             for name, value in AS_HOPPER.items():
                 if hasattr(module, name):
                     setattr(module, name, lambda device, value=value: value)

@@ -13,6 +13,7 @@ from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 from torch.autograd import forward_ad
 
 import mercer as mc
+from mercer.backends.runtime import device
 from mercer.backends.runtime import launch as launches
 from mercer.backends.triton import (
     block_sizes as triton_sizes,
@@ -23,6 +24,7 @@ from mercer.backends.triton import (
 from mercer.backends.triton import (
     run as triton_launch,
 )
+from mercer.backends.triton import select
 from mercer.backends.triton import (
     tables as bands,
 )
@@ -493,7 +495,7 @@ def test_what_stays_in_registers_changes_no_bit(name, dim, monkeypatch):
 
 
 # Of GPUs: 99 KiB on most, 163 on an A100, 227 on Hopper.
-@pytest.mark.parametrize("most", [101376, 166912, triton_sizes.HOPPER])
+@pytest.mark.parametrize("most", [101376, 166912, device.HOPPER])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_blocks_fit_into_the_shared_memory(most, dtype):
     for (kind, bucket, needs), sizes in triton_sizes.SIZES.items():
@@ -506,13 +508,13 @@ def test_blocks_fit_into_the_shared_memory(most, dtype):
         found = triton_sizes.fitted(kind, sizes, plan, most)
         assert triton_sizes.bytes_of(kind, found, plan) <= most
         assert min(found.queries, found.keys) >= 16
-        if most == triton_sizes.HOPPER and dtype == torch.bfloat16:
+        if most == device.HOPPER and dtype == torch.bfloat16:
             assert found == sizes
 
 
 @pytest.mark.parametrize("name", ["rbf-per-head", "eq-9", "polynomial"])
 def test_smaller_blocks_give_the_same(name, monkeypatch):
-    monkeypatch.setattr(launches, "shared_memory", lambda device: 12 * 1024)
+    monkeypatch.setattr(select, "shared_memory", lambda device: 12 * 1024)
     monkeypatch.setattr(triton_plan, "_plans", {})
     compare(ALL[name](), mc.Causal(), Shape(queries=70, keys=70, values=16))
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.launch import INTERPRETED, settles
-from ..triton.backend import INSTALLED
-from ..triton.block_sizes import HOPPER, shared_memory
+from ..runtime.device import HOPPER, INSTALLED, INTERPRETED, settles, shared_memory
 
 # Features and values at most; wider blocks of float32 do not fit into the registers.
 MAX_WIDTH = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}

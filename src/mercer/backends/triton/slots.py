@@ -9,8 +9,8 @@ from ...term.factors import Apart, Factor, Sloped, Steered, Unit, late, unit
 from ...term.layout import join, repeat
 from ...term.sinusoids import Turned, turned
 from ...term.term import Term
-from .block_sizes import are_few
-from .run import add
+from .numbers import add
+from .static import are_few
 
 
 class Joined(Apart):

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.launch import INTERPRETED, Launch, helper
-from ..block_sizes import PLAIN, on_hopper, shared_memory
-from ..plan import Inputs, Numbers, Plan, Rows, copies, describe, key_parts, processors, room
+from ...runtime.device import INTERPRETED, on_hopper, processors, shared_memory
+from ...runtime.launch import Launch, start
+from ..codes import PLAIN
+from ..layout import next_power_of_two, tma_descriptor, tma_readable
+from ..plan import Inputs, Numbers, Plan, Rows, key_parts
 
 # Keys that a group of warps owns, and queries of a block.
 GROUP = 64
@@ -151,7 +153,7 @@ def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
         plain = plain and c["SAME"] and not c["HAS_COL1"] and c["E1"] in (64, 128)
         plain = plain and q1 and k1
     narrow = c["E0"] in (64, 128) and c["V"] in (64, 128)
-    return plain and narrow and available(p.device) and q0 and k0 and v and copies(grad)
+    return plain and narrow and available(p.device) and q0 and k0 and v and tma_readable(grad)
 
 
 def stores(p: Plan, grad: Tensor) -> bool:
@@ -209,20 +211,28 @@ def all_passes(
     lengths = tensors[8]
     bm, bn, *_ = _to_queries(p)
     shares, scales = _shares(p, lse), []
-    to_queries: tuple[Any, ...] = (describe(pairs, bn, bm), describe(x.k[0], bn, c["E0"]))
+    to_queries: tuple[Any, ...] = (
+        tma_descriptor(pairs, bn, bm),
+        tma_descriptor(x.k[0], bn, c["E0"]),
+    )
     if shares:
         scales = [ds[0].new_empty(heads)] if scale_by_keys(p, lse) else []
         to_queries += (x.scale[0], lengths, dq[0], ds[0], *(scales or ds[:1]))
     else:
-        second = describe(ready.columns, bn, 16) if p.spread else x.v
+        second = tma_descriptor(ready.columns, bn, 16) if p.spread else x.v
         to_queries += (
-            describe(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
+            tma_descriptor(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
             lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
         )  # fmt: skip
     to_keys: tuple[Any, ...] = ()
     if two:
         bm, bn = TO_KEYS[:2]
-        to_keys = (describe(pairs, bn, bm), describe(x.q[1], bm, c["E1"]), lengths, of_keys[0][1])
+        to_keys = (
+            tma_descriptor(pairs, bn, bm),
+            tma_descriptor(x.q[1], bm, c["E1"]),
+            lengths,
+            of_keys[0][1],
+        )
     for offset in range(0, batch * heads, count):
         own = min(count, batch * heads - offset)
         numbers = (*p.numbers(x.seed), offset)
@@ -292,6 +302,8 @@ def one_pass(
     of_queries: tuple[Any, ...], made: tuple[Tensor, Tensor, Tensor], lse: bool,
 ) -> Tensor:  # fmt: skip
     """All gradients; `rows` are formed here. Those of scales come back, where they are wanted."""
+    from .kernels import dq_fixed_point as kernels
+
     c, slot = p.constants, p.static.slots[0]
     batch, heads, num_queries = p.static.shape
     grad_out, lse2, delta, grad_lse, counters = rows
@@ -313,8 +325,8 @@ def one_pass(
         # Numbers per key that are norms, and nothing else, say how large keys are.
         "NORMS": p.bounded, "EACH": each, "HAS_TOPS": ready.tops.numel() > 0,
     }  # fmt: skip
-    helper(
-        "before_sums", (blocks + key_blocks, parts, 1), flags | before,
+    start(
+        kernels.before_sums, (blocks + key_blocks, parts, 1), flags | before,
         (x.k[0], x.v, ready.tops, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2,
          counters, bounds, most, shares, begun, whole),
         (*numbers, cleared),
@@ -325,8 +337,8 @@ def one_pass(
     alike = slot.wants and not each
     dscale = delta.new_empty(heads if alike else 0)
     after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")} | {"EACH": each}
-    helper(
-        "after_sums", (blocks + alike, parts, 1), flags | after | {"ROOM": room(key_blocks)},
+    start(
+        kernels.after_sums, (blocks + alike, parts, 1), flags | after | {"ROOM": next_power_of_two(key_blocks)},
         (whole, shares, x.q[0], x.scale[0], ready.col0, grad_lse, lse2, bounds, most, ds[0], dscale,
          dq[0]),
         numbers,
@@ -465,9 +477,9 @@ def _keys(
         "JOINED": joined,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
-    # What has no register waits in the first cache, or, if that is too small, a long way off.
+    # Spilled registers go to L1, or, if that is too small, to L2.
     found = p.launches[key] = Launch(
-        triton_hopper.backward_keys, grid, constants, {"num_warps": 4}, caches=True
+        triton_hopper.backward_keys, grid, constants, {"num_warps": 4}, reserve_l1=True
     )
     return found
 
@@ -530,7 +542,7 @@ def _of(x: Tensor, width: int = 0, bits: int = 16, swizzle: int = 128) -> Any:
     """x for the copy engine, in blocks of 64 rows."""
     cls, layout = _descriptor(bits, swizzle)
     found: Any = object.__new__(cls)
-    block = describe(x, GROUP, width or room(x.shape[-1]))
+    block = tma_descriptor(x, GROUP, width or next_power_of_two(x.shape[-1]))
     found.__dict__.update(block.__dict__, layout=layout)
     return found
 

@@ -7,9 +7,9 @@ memory does, so that a block of pairs is a block of memory.
 import triton
 import triton.language as tl
 
-from .. import block_sizes as triton_sizes
+from .. import codes
 
-GRANULE = tl.constexpr(triton_sizes.GRANULE)
+GRANULE = tl.constexpr(codes.GRANULE)
 # How a span of keys reads a table.
 NONE = tl.constexpr(0)
 FAR = tl.constexpr(1)

@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from .. import block_sizes as triton_sizes
+from .. import codes
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Numbers per key as columns of a product: three, filled up to the least that a product takes. Where
 # every query has its own scale, the fourth is ones, for sums of gradients alone.
 COLUMNS = tl.constexpr(16)
-EACH = tl.constexpr(triton_sizes.EACH)
+EACH = tl.constexpr(codes.EACH)
 
 
 @triton.jit

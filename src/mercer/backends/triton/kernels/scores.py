@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ....term import factors
-from .. import block_sizes as triton_sizes
+from .. import codes
 from .primitives import LOG2E
 
 SQRT3 = tl.constexpr(1.7320508075688772)
@@ -25,8 +25,8 @@ GENERAL = tl.constexpr(0)
 PLAIN = tl.constexpr(1)
 POLY = tl.constexpr(2)
 FLAT = tl.constexpr(3)
-NORMS = tl.constexpr(triton_sizes.NORMS)
-BY_LENGTHS = tl.constexpr(triton_sizes.LENGTHS)
+NORMS = tl.constexpr(codes.NORMS)
+BY_LENGTHS = tl.constexpr(codes.LENGTHS)
 LEAST_LENGTH = tl.constexpr(factors.LEAST_LENGTH)
 
 
