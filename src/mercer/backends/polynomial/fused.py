@@ -79,7 +79,7 @@ class _States:
         plan = self.plan
         chunks = plan.chunks(plan.padded_keys)
         if plan.far:
-            # Nobody comes after the last chunk.
+            # No chunk reads the state after the last one.
             high = chunks - 1 if plan.causal else chunks
             self._build(
                 copies.k, copies.v, None, None, plan.k_heads, plan.v_heads, 1, plan.padded_keys,
@@ -202,7 +202,7 @@ def smooth_squares_backward(
     grad_log, out, mass = grad_log.contiguous(), out.contiguous(), mass.contiguous()
     tq, offset, size = plan.padded_queries, plan.start - plan.origin, min(64, plan.chunk)
     rows = (plan.batch * plan.heads, tq)
-    # float16 has no room for dO / m.
+    # dO / m may overflow float16.
     g = v.new_empty(rows[0], plan.wide, tq)
     share = torch.empty_like(g, dtype=plan.operand)
     shift, rate, exact = (v.new_empty(rows, dtype=torch.float32) for _ in range(3))
@@ -233,7 +233,7 @@ def smooth_squares_backward(
 
 
 def _room(given: Tensor, plan: Plan) -> Tensor:
-    """For a gradient that is still to be summed, float32."""
+    """Memory for a gradient: float32 where it is still to be summed."""
     shape = (plan.batch, plan.joint, *given.shape[2:])
     whole = given.shape[:2] == shape[:2]
     return given.new_empty(shape, dtype=given.dtype if whole else torch.float32)

@@ -13,7 +13,7 @@ from ..runtime.device import HOPPER, INSTALLED, INTERPRETED, settles, shared_mem
 
 # Features and values at most; wider blocks of float32 do not fit into the registers.
 MAX_WIDTH = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}
-# Bytes of states that are there at once.
+# The most bytes of states at a time.
 WORKSPACE = 2**30
 # Places are padded to a multiple of this, which every block of places divides.
 ALIGN = 128
@@ -55,13 +55,13 @@ SIZES: dict[tuple[str, int, bool], Sizes] = {
 
 
 def runs(device: torch.device, dtype: torch.dtype, dim: int, values: int) -> bool:
-    """Whether these kernels are there for such tensors."""
+    """Whether these kernels take such tensors."""
     there = INSTALLED and (device.type == "cuda" or INTERPRETED)
     return there and min(dim, values) > 0 and max(dim, values) <= MAX_WIDTH.get(dtype, 0)
 
 
 def chunk_size(dim: int, values: int) -> int:
-    """Places of a chunk: as long as a state costs more to move than the weights to form."""
+    """Places of a chunk: in a shorter one, moving the state costs more than forming the weights."""
     return max(256, 16 * max(_power(dim), _power(values)))
 
 
