@@ -580,7 +580,7 @@ def test_to_few_queries_keys_are_read_once(name, filter, monkeypatch):
     started = steps(ALL[name](), filter, monkeypatch)
     # The norms of queries alone have a kernel of their own: four heads of three.
     assert [name for name, _ in started] == ["half_norms", "forward", "merge"]
-    assert dict(started)["forward"]["INSIDE0"]
+    assert dict(started)["forward"]["SLOT0"].inside
 
 
 @pytest.mark.parametrize("name", ["rbf-per-head", "laplace", "cosine", "lookup"])

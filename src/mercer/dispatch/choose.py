@@ -92,6 +92,11 @@ def handles_nan(tasks: tuple[Task, ...], name: str) -> bool:
     return name == triton.name or (name == linear.name and all(map(linear.fused, tasks)))
 
 
+def kernels(tasks: tuple[Task, ...], name: str) -> str:
+    """Which kernels a backend runs, where it has several."""
+    return triton.kernels(tasks[0].device) if name == triton.name else ""
+
+
 def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:
     """Why each backend other than the chosen one does not run."""
     reasons = {}

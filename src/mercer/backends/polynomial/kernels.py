@@ -253,6 +253,9 @@ def scan(
     b = tl.program_id(1) * BB + tl.arange(0, BB)
     line = tl.program_id(2).to(tl.int64) * chunks
     v = tl.arange(0, V)
+    # Rows beyond the width were not built. One comparison: the interpreter takes no mask that joins a
+    # scalar with a block.
+    stop = tl.where(a < width, width, 0)
     late = a >= D // 2
     early = tl.program_id(1) * BB < D // 2
     if not (HALF and late and early):
@@ -289,7 +292,7 @@ def scan(
                 chunk = line + n
                 state += tl.load(
                     SUMS + chunk * (D * D * V) + a * (D * V) + b[:, None] * V + v[None, :],
-                    mask=(a < width) & (b[:, None] < width), other=0.0,
+                    mask=b[:, None] < stop, other=0.0,
                 )  # fmt: skip
                 z += tl.load(MASSES + chunk * (D * D) + a * D + b)
                 if CENTRED:

@@ -22,6 +22,7 @@ from ...term.mix import Smoothed
 from ...term.sinusoids import TURNS
 from .. import Task
 from ..runtime.device import INSTALLED, INTERPRETED
+from . import run as passes
 from . import steering, tables
 from .autograd import Turn, call, derives, fused
 from .codes import MATERN12, MATERN32, MATERN52, POWER, RATIONAL
@@ -84,6 +85,12 @@ def _pairs(task: Task) -> int:
         return 0
     width = tables.width_of(bias.clip, task.filter.causal, task.num_keys)
     return task.batch * task.heads * task.num_queries * width
+
+
+def kernels(device: torch.device) -> str:
+    """Which kernels run on a device, and why."""
+    tier = passes.TIER
+    return "portable Triton kernels" if tier is None else str(tier.reason(device))
 
 
 def _unavailable(device: str) -> str | None:

@@ -69,7 +69,6 @@ class Numbers(NamedTuple):
     row0: Tensor
     row1: Tensor
     columns: Tensor  # the first slot's numbers per key as columns of a product, or as they are
-    tops: Tensor  # the largest |v| of each block of keys, where the forward says it, or empty
     band: Tensor  # what a table says of the pairs within its reach, or empty
 
 
@@ -146,7 +145,7 @@ def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
 def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     slots = static.slots
     batch, heads, _ = static.shape
-    c0, c1, row0, row1, columns, _, band = ready
+    c0, c1, row0, row1, columns, band = ready
     two, spread = len(slots) == 2, columns.dim() == 4
     # Terms that add up have their features in common.
     more = two and not static.summed

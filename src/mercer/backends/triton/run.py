@@ -1,11 +1,13 @@
-"""From tensors to launches of the fused kernels, with as little as possible to do for each call.
+"""From tensors to launches of the fused kernels, with as little work as possible in each call.
 
-A call forms the numbers per key and per query, looks up its `Plan`, and starts the kernels.
+A call computes the numbers per key and per query, looks up its `Plan`, and starts the kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from ..runtime.device import processors
 from ..runtime.launch import Launch, start
 from . import tables
 from .codes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES
-from .hopper import launch as hopper
 from .layout import (
     aligned_copy,
     empty,
@@ -30,15 +31,26 @@ from .reductions import of_all, reduced, to_scales, zeros
 from .select import forward_launch, keys_launch, queries_launch
 from .static import Static, are_few
 
-# Two slots and the values that are wider than this are more than the registers hold: then there is a
-# pass over the keys for each slot.
+
+def _find_tier() -> Any:
+    """The kernels for Hopper GPUs, or None where that folder is not installed."""
+    found = find_spec(f"{__package__}.hopper")
+    # An empty folder is found, too, but has no origin.
+    missing = found is None or found.origin is None
+    return None if missing else import_module(f"{__package__}.hopper.tier")
+
+
+TIER = _find_tier()
+
+# The registers hold two slots and the values up to this width. Wider ones take a pass over the keys
+# for each slot.
 ROOM = 512
-# Programs for each processor where keys are cut into parts, and how many parts are merged at most.
+# Programs for each processor where keys are cut into parts, and the most parts that are merged.
 AT_WORK, MOST_PARTS = 4, 64
 
 
 def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
-    """What all kernels take first; blocks that a loop reads are described for the copy engine."""
+    """The tensors that all kernels take first. TMA descriptors stand for blocks that a loop reads."""
     k1 = ready.columns if p.spread else x.k[-1]
     tensors: list[Any] = [
         x.q[0], x.k[0], x.q[-1], k1, x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
@@ -46,14 +58,14 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids,
     ]  # fmt: skip
     c = launch.constants
-    if c["TILED"]:
+    if c["TABLE"].tiled:
         tensors[12] = tma_descriptor(ready.band, c["BM"], c["BN"])
     if c["TMA"]:
         rows = c["BM"] if kind == "keys" else c["BN"]
         first, second = (0, 2) if kind == "keys" else (1, 3)
-        tensors[first] = tma_descriptor(tensors[first], rows, c["E0"])
-        if c["E1"] or c.get("SPREAD"):
-            tensors[second] = tma_descriptor(tensors[second], rows, c["E1"] or 16)
+        tensors[first] = tma_descriptor(tensors[first], rows, p.constants["E0"])
+        if (e1 := p.constants["E1"]) or c.get("SPREAD"):
+            tensors[second] = tma_descriptor(tensors[second], rows, e1 or 16)
         if kind != "keys":
             tensors[4] = tma_descriptor(tensors[4], rows, c["V"])
     return tensors
@@ -71,14 +83,12 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
     ready = prepare(x, static, tables.form(x.bias, static, v))
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
-    if not others and hopper.says_tops(p):
-        ready = ready._replace(tops=hopper.empty_tops(p, v))
     out, low, lse = forward_of(x, p, ready, keeps=keeps)
     for other in others:
         far = forward_of(x, other, ready, keeps=keeps)
         band = ready.band
         start(
-        forward_kernels.merge_far, (-(-num_queries // 64), batch * heads, 1),
+            forward_kernels.merge_far, (-(-num_queries // 64), batch * heads, 1),
             {"V": p.constants["V"], "BM": 64, "HAS_LOW": keeps, "TOKENS": static.tokens},
             (out, low, lse, *far, band),
             (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
@@ -87,13 +97,13 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
 
 
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
-    """`forward` for few queries: by parts of the keys, which are read once."""
+    """`forward` for few queries: programs share the keys, so that all processors are busy."""
     shape, group = static.shape, _group(x, static)
     inside = _inside(x, static)
     band = tables.form(x.bias, static, x.v)
     ready = prepare(x, static, band, inside, few=True)
     if group > 1:
-        # The heads that share keys are queries at one place.
+        # Heads that share keys become queries at one place, so that keys are read once.
         x = replace(x, q=[_grouped(y, group) for y in x.q])
         ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
         static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
@@ -103,7 +113,7 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
 
 
 def _inside(x: Inputs, static: Static) -> tuple[int, int]:
-    """What the kernel forms of keys on its way, for each slot: where one block of features is all."""
+    """INSIDE of each slot: what the kernel computes from keys (see codes.py)."""
     found = [
         NORMS if slot.norm and not col.numel() else LENGTHS if slot.unit else NOTHING
         for slot, col in zip(static.slots, x.col, strict=True)
@@ -114,9 +124,9 @@ def _inside(x: Inputs, static: Static) -> tuple[int, int]:
 
 
 def _group(x: Inputs, static: Static) -> int:
-    """How many heads have all of their keys in common, if one query can have them as queries.
+    """How many heads share all of their keys, if there is one query; else 1.
 
-    Numbers per key may be those of fewer or of more heads.
+    Numbers per key may belong to fewer or to more heads.
     """
     _, heads, num_queries = static.shape
     counts = [y.shape[1] for y in (*x.k, x.v)]
@@ -132,7 +142,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 
 
 def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
-    """The launches that make up a call: one, or with a table that within its reach and that beyond."""
+    """The plans of a call: one, or with a table that within its reach and that beyond."""
     return [plan(x, part, ready) for part in cut_at_reach(static, x.v.shape[2])]
 
 
@@ -151,8 +161,8 @@ def forward_of(
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
     lse = v.new_empty(static.shape, dtype=torch.float32)
     low = empty_low(out, keeps)
-    if not parts and hopper.forwards(p):
-        hopper.forward(x, p, ready, out, low, lse)
+    tier = None if parts else TIER
+    if tier is not None and tier.forward(x, p, ready, out, low, lse, _outcome):
         return out, low, lse
     targets = (out, low, lse)
     if parts > 1:
@@ -162,7 +172,7 @@ def forward_of(
     if parts > 1:
         rows = batch * heads * num_queries
         start(
-        forward_kernels.merge, (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
+            forward_kernels.merge, (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
             (targets[0], targets[2], out, lse), (rows, parts, v.shape[-1]),
         )  # fmt: skip
     return out, low, lse
@@ -175,12 +185,12 @@ def keeps_low(static: Static, v: Tensor) -> bool:
 
 
 def empty_low(out: Tensor, keeps: bool) -> Tensor:
-    """Room for what rounding takes from an output: eight bits of each number."""
+    """An empty tensor for what rounding takes from an output: eight bits of each number."""
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
 def _parts(p: Plan) -> int:
-    """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
+    """Into how many parts the keys of few queries are cut, so that all processors are busy."""
     batch, heads, _ = p.static.shape
     most = AT_WORK * processors(p.device) // (batch * heads)
     return max(1, min(p.num_keys // PART, most, MOST_PARTS))
@@ -190,7 +200,7 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
     static: Static, band: Tensor, ready: Numbers | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, scale, row, col and what the band is of, in this order."""
+    """The gradients of q, k, v, scale, row, col, and of the table or its queries and rows."""
     from .kernels import norms
 
     x = given.readable()
@@ -207,7 +217,7 @@ def backward(
     elif static.clip >= 0 or any(slot.link for slot in static.slots):
         grad_lse = torch.zeros_like(lse)
     else:
-        # Nobody reads it.
+        # No kernel reads it.
         grad_lse = lse
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     width = v.shape[-1]
@@ -230,36 +240,34 @@ def backward(
     of_bias: list[Tensor] = []
     banded = given.bias.rows is not None and stores(p)
     whole = len(plans) == 1
-    stored, summed = whole and hopper.stores(p, grad_out), whole and hopper.sums(p, grad_out)
-    if banded or stored:
-        blocks = -(-num_queries // 64)
-        done = lse.new_empty(batch * heads, blocks, dtype=torch.int32)
+    way = TIER.way(x, p, grad_out, _outcome) if whole and TIER is not None else ""
+    if banded or way == "stores":
         start(
-        norms.deltas, (blocks, batch * heads, 1),
+            norms.deltas, (-(-num_queries // 64), batch * heads, 1),
             {"WIDTH": next_power_of_two(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
-            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters, done),
+            (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters),
             (heads, num_queries, width),
         )  # fmt: skip
-    scales: list[Tensor] = []
-    if summed:
-        scales = [hopper.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)]
-    elif stored:
-        scales = hopper.all_passes(x, p, ready, rows, of_keys, within, done, given_lse)
-    elif banded:
+    scales: list[Tensor] | None = None
+    if way == "sums":
+        scales = TIER.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)
+    elif way == "stores":
+        scales = TIER.all_passes(x, p, ready, rows, of_keys, within, given_lse)
+    alone = way == "stores" and scales is not None and TIER.scale_by_keys(p, given_lse)
+    if scales is None and banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = tables.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
-    else:
+    elif scales is None:
         backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
-        # The table's end is a shift of log_mass.
+        # Beyond its reach a table only shifts log_mass.
         backward_of(x, p, ready, rows._replace(lse2=lse2 - band[..., 0]), of_keys, within)
     dq = [reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [
         reduced(y, to) if slot.keys or not n else zeros(to)
         for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
     ]
-    alone = stored and hopper.scale_by_keys(p, given_lse)
     scales = scales or [
         to_scales(y, to, slot, num_queries, alone)
         for y, to, slot in zip(ds, given.scale, slots, strict=True)
@@ -281,15 +289,15 @@ def backward_of(
 ) -> None:  # fmt: skip
     """Both passes of one plan.
 
-    With `made`, what the forward gave, `rows` are formed; without, this adds its share to the gradients
-    of a plan before.
+    With `made`, the results of the forward, it fills `rows`. Without, it adds its share to the
+    gradients of an earlier plan.
     """
     grad_out, lse2, *_ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
     launch = queries_launch(p, add=not first, cut=cut, lse=lse, low=low)
     c = launch.constants
-    if c["TILED"]:
+    if c["TABLE"].tiled:
         dband = tma_descriptor(dband, c["BM"], c["BN"])
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
@@ -303,12 +311,13 @@ def _backward_keys(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
     dband: Tensor | None = None, *, add: bool = False,
 ) -> None:  # fmt: skip
-    """The pass over keys; with room for them, it stores the gradients of all pairs."""
+    """The pass over keys. With `dband` it stores the gradients of all pairs there."""
     grad_out, lse2, delta, *_ = rows
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys
-    if not add and hopper.takes(p, grad_out, dband is not None):
-        return hopper.keys(x, p, ready, rows, of_keys, dband)
+    tier = None if add else TIER
+    if tier is not None and tier.keys(x, p, ready, rows, of_keys, dband, _outcome):
+        return
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
         launch = keys_launch(
@@ -322,3 +331,13 @@ def _backward_keys(
              dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
             p.numbers(x.seed),
         )  # fmt: skip
+
+
+def _outcome(x: Inputs, static: Static, backward_too: bool) -> list[Tensor]:
+    """What a call gives, or its gradients, by the kernels that this thread may use now."""
+    out, lse, low, ready = forward(x, static)
+    if not backward_too:
+        return [out, lse]
+    draw = torch.Generator(out.device).manual_seed(1)
+    grad = torch.randn(out.shape, generator=draw, device=out.device).to(out.dtype)
+    return backward(grad, None, out, lse, low, x, static, ready.band, ready)

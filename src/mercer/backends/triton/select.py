@@ -11,6 +11,7 @@ from ..runtime.launch import Launch
 from .block_sizes import SPREADS, Sizes, bucket_of, fitted, sizes_of
 from .codes import NOWHERE, PLAIN
 from .plan import Plan
+from .specialize import grouped
 
 
 def forward_launch(
@@ -133,5 +134,6 @@ def _keep(
         options["maxnreg"] = sizes.registers
     batch, heads, _ = p.static.shape
     grid = (blocks, batch * heads, max(parts, 1))
+    constants = grouped(constants, interpreted=INTERPRETED)
     found = p.launches[key] = Launch(kernel, grid, constants, options)
     return found

@@ -24,20 +24,21 @@ from .scores import FLAT, IDENTITY, POLY, _link, _power, _scaled
 @triton.jit
 def _weights(
     t0, t1, scale0, scale1, row0, row1, bias, lse2, rate, seen,
-    E1: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr, PARAM0: tl.constexpr,
-    PARAM1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+    SLOT0: tl.constexpr, SLOT1: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+    FORM: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
     """(P, dP/ds0, dP/ds1): the weights again, and their derivatives at a fixed mass."""
     if FORM == POLY:
         x = t0 * rate
         if MASK:
             x = tl.where(seen, x, 0.0)
-        pull0 = _power(x, PARAM0 - 1)
+        pull0 = _power(x, SLOT0.param - 1)
         p = pull0 * x
         pull1 = p
     elif FORM == FLAT:
-        _, a, c = _link(_scaled(t0, scale0, row0, LINK0, HAS_ROW0), LINK0, PARAM0, True)
+        _, a, c = _link(
+            _scaled(t0, scale0, row0, SLOT0.link, SLOT0.row), SLOT0.link, SLOT0.param, True
+        )
         p = a * rate
         pull0 = c * rate
         if MASK:
@@ -45,13 +46,13 @@ def _weights(
             pull0 = tl.where(seen, pull0, 0.0)
         pull1 = p
     else:
-        s0 = _scaled(t0, scale0, row0, LINK0, HAS_ROW0)
-        e, a0, c0 = _link(s0, LINK0, PARAM0, False)
+        s0 = _scaled(t0, scale0, row0, SLOT0.link, SLOT0.row)
+        e, a0, c0 = _link(s0, SLOT0.link, SLOT0.param, False)
         a1 = 1.0
         c1 = 1.0
-        if E1 > 0 and not SAME:
-            s1 = _scaled(t1, scale1, row1, LINK1, HAS_ROW1)
-            other, a1, c1 = _link(s1, LINK1, PARAM1, False)
+        if SLOT1.width > 0 and not SAME:
+            s1 = _scaled(t1, scale1, row1, SLOT1.link, SLOT1.row)
+            other, a1, c1 = _link(s1, SLOT1.link, SLOT1.param, False)
             e += other
         if BIAS >= BLOCKS:
             e += bias
@@ -61,10 +62,10 @@ def _weights(
         p = bare * a0 * a1
         pull0 = p
         pull1 = p
-        if LINK0 != IDENTITY:
+        if SLOT0.link != IDENTITY:
             pull0 = bare * c0 * a1
-        if E1 > 0 and not SAME:
-            if LINK1 != IDENTITY:
+        if SLOT1.width > 0 and not SAME:
+            if SLOT1.link != IDENTITY:
                 pull1 = bare * a0 * c1
     return p, pull0, pull1
 

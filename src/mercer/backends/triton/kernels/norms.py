@@ -71,14 +71,13 @@ def _form_deltas(
 
 @triton.jit
 def deltas(
-    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, STORED, num_heads, length, width,
+    GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, num_heads, length, width,
     WIDTH: tl.constexpr, BM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """<dO, O> - dlog_mass of every row, and log_mass to the base 2; of no block, pairs are stored."""
+    """<dO, O> - dlog_mass of every row, and log_mass to the base 2."""
     # The last heads first: what the forward gave of them may still be in the cache.
     bh = tl.num_programs(1) - 1 - tl.program_id(1)
-    tl.store(STORED + bh * tl.num_programs(0) + tl.program_id(0), 0)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     _form_deltas(
         GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, bh, n, num_heads, length, width, WIDTH, HAS_LSE,
