@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 import mercer as mc
 from mercer.backends.runtime import device
 from mercer.backends.runtime import launch as launches
+from mercer.backends.triton import backend as triton_backend
 from mercer.backends.triton import (
     block_sizes as triton_sizes,
 )
@@ -29,8 +30,8 @@ from mercer.backends.triton import (
     tables as bands,
 )
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
+from mercer.backends.triton.sinusoids import queries, with_table
 from mercer.filters import Earlier
-from mercer.kernels import position as positional
 from mercer.term import sinusoids
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, double, rounding_of
@@ -1023,8 +1024,7 @@ def test_keys_without_a_gradient_change_no_other(name, room, monkeypatch):
 @pytest.mark.parametrize("filter", [mc.Causal(), mc.Window(9, 0), mc.Full()], ids=str)
 @pytest.mark.parametrize("shape", [Shape(queries=70, keys=70), Shape(queries=5, keys=40)], ids=str)
 def test_scores_of_sinusoids_need_no_distances_that_are_not_seen(filter, shape, monkeypatch):
-    monkeypatch.setattr(positional, "WIDE", 5)
-    monkeypatch.setattr(positional, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(triton_backend, "with_table", lambda task, _: with_table(task, 5))
     counts, form = [], bands.form
 
     def noted(bias, static, v):
@@ -1040,13 +1040,13 @@ def test_scores_of_sinusoids_need_no_distances_that_are_not_seen(filter, shape, 
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 6), (1, 2, 33, 128)], ids=str)
-def test_sinusoids_are_turned_in_one_pass(shape, monkeypatch):
+def test_sinusoids_are_turned_in_one_pass(shape):
     """The same as by complex numbers in float32, but for one rounding; and back."""
-    monkeypatch.setitem(sinusoids.TURNS, DEVICE, sinusoids.TURNS["cuda"])
     *others, length, width = shape
     wide = torch.randn(*others, length, 2 * width, device=DEVICE).half()
     c = wide[..., :width].requires_grad_()
-    turned = sinusoids.turned(c, 1e4)
+    factor = sinusoids.Turned(asking=c, weight=None, base=1e4, num_keys=length)
+    turned = queries(factor, torch.float16)
     assert turned.dtype == torch.float16
     exact = c.detach().float().requires_grad_()
     want = sinusoids.turned(exact, 1e4)

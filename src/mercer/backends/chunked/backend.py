@@ -8,6 +8,7 @@ one opaque operator, so torch.compile does not unroll the loops.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .. import Task
 from .blocks import Blocks, block_side, keys_of_block
 
 name = "chunked"
+dense_mask = False
 
 
 def refuses(task: Task) -> str | None:
@@ -39,7 +41,16 @@ def memory(task: Task) -> int:
     return wide * task.batch * task.heads * (tokens * widths + 6 * block)
 
 
-def run(task: Task) -> Smoothed:
+def keeps_nan(tasks: Sequence[Task]) -> bool:
+    """It spreads NaN, so it gets cleaned inputs."""
+    return False
+
+
+def run(tasks: Sequence[Task]) -> list[Smoothed]:
+    return [_run(task) for task in tasks]
+
+
+def _run(task: Task) -> Smoothed:
     term, batch, heads = task.term, task.batch, task.heads
     lifted = term.lift(accumulator(task.v.dtype))
     table = term.table

@@ -15,7 +15,7 @@ query that is almost orthogonal to many keys loses precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from .chunked_sums import Walk, absorb, features, room, slices
 from .fused import smooth_squares
 
 name = "linear"
+dense_mask = False
 
 
 def refuses(task: Task) -> str | None:
@@ -79,7 +80,16 @@ def fused(task: Task) -> bool:
     return min(sizes) > 0 and plan.runs(task.device, task.v.dtype, dim, task.v.shape[-1])
 
 
-def run(task: Task) -> Smoothed:
+def keeps_nan(tasks: Sequence[Task]) -> bool:
+    """The fused kernels keep NaN to the rows that see it; the loops do not."""
+    return all(map(fused, tasks))
+
+
+def run(tasks: Sequence[Task]) -> list[Smoothed]:
+    return [_run(task) for task in tasks]
+
+
+def _run(task: Task) -> Smoothed:
     if fused(task):
         return _run_fused(task)
     wide = accumulator(task.v.dtype)

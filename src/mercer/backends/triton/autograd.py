@@ -10,29 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...opaque.operators import fake, learns, operator
+from ...term.learned import derives
 from . import run, steering, tables
 from .layout import empty
-from .numbers import turn
 from .plan import Bias, Inputs, Numbers
 from .static import Static, parse
-
-
-class Turn(torch.autograd.Function):
-    """Coefficients of sinusoids turned by their places, in one pass each way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
-        ctx.save_for_backward(waves)
-        return turn(x, waves, 1.0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (waves,) = ctx.saved_tensors
-        return turn(grad, waves, -1.0), None
 
 
 def call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -41,12 +25,6 @@ def call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         return _Fused.apply(static, *given)
     out, lse, *_ = _start(static, *given)
     return out, lse
-
-
-def derives(trains: bool) -> bool:
-    """Whether a call may have a derivative: as it trains, or another, which has to be refused."""
-    other = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    return trains or other
 
 
 class _Fused(torch.autograd.Function):

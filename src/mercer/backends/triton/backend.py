@@ -19,20 +19,20 @@ from ...term.factors import BEND, Apart, Factor, LogScale, Steered
 from ...term.layout import repeat
 from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
 from ...term.mix import Smoothed
-from ...term.sinusoids import TURNS
 from .. import Task
 from ..runtime.device import INSTALLED, INTERPRETED
 from . import run as passes
 from . import steering, tables
-from .autograd import Turn, call, derives, fused
+from .autograd import call, fused
 from .codes import MATERN12, MATERN32, MATERN52, POWER, RATIONAL
 from .layout import by_tokens, expanded
-from .numbers import turn
 from .plan import Bias
+from .sinusoids import with_table
 from .slots import AsGiven, Joined, slots_of, summands, widths_of
 from .static import NO_LOG, Log, Slot, Static, Steer, are_few, one_sided
 
 name = "triton"
+dense_mask = False
 MAX_WIDTH = 256
 # Of a table that comes as numbers; and the pairs within reach of any: 8 GiB in half precision.
 MAX_DISTANCES, MAX_PAIRS = 4097, 2**32
@@ -56,6 +56,7 @@ def refuses(task: Task) -> str | None:
     unknown = [link for link in task.term.links if type(link) not in LINKS]
     if unknown:
         return f"it has no kernel for the link {unknown[0].formula}"
+    task = with_table(task, MAX_WIDTH)
     if not task.term.factors:
         return "it needs a dot product, and the term is a table alone"
     widths = widths_of(task.term)
@@ -75,6 +76,7 @@ def refuses(task: Task) -> str | None:
 
 def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: scales, rows, log_mass and the table."""
+    task = with_table(task, MAX_WIDTH)
     rows = task.batch * task.heads * task.num_queries
     return 12 * rows + _pairs(task) * tables.dtype_of(task.v.dtype).itemsize
 
@@ -100,11 +102,12 @@ def _unavailable(device: str) -> str | None:
     return None if INSTALLED else "Triton is not installed"
 
 
-def run(task: Task) -> Smoothed:
-    return _run(task, slots_of(task.term, task.v.dtype, task.learns))
+def keeps_nan(tasks: Sequence[Task]) -> bool:
+    """Whether NaN stays in the rows that see it, without cleaned inputs."""
+    return True
 
 
-def run_all(tasks: Sequence[Task]) -> list[Smoothed]:
+def run(tasks: Sequence[Task]) -> list[Smoothed]:
     """Terms of a sum: one by one, or two at once, so that keys are read once for both."""
     found, left = [], list(tasks)
     while left:
@@ -112,8 +115,13 @@ def run_all(tasks: Sequence[Task]) -> list[Smoothed]:
         both = _together(first, left[0]) if left else None
         if both is not None:
             left.pop(0)
-        found.append(run(first) if both is None else both)
+        found.append(_alone(first) if both is None else both)
     return found
+
+
+def _alone(task: Task) -> Smoothed:
+    task = with_table(task, MAX_WIDTH)
+    return _run(task, slots_of(task.term, task.v.dtype, task.learns))
 
 
 def _together(first: Task, second: Task) -> Smoothed | None:
@@ -229,14 +237,3 @@ def _full_table(shape: tuple[int, int, int], table: Tensor) -> Tensor:
 def _code(link: Link) -> tuple[int, float]:
     param = getattr(link, "degree", getattr(link, "alpha", 0.0))
     return LINKS[type(link)], param
-
-
-def _turn(c: Tensor, waves: Tensor) -> Tensor | None:
-    if _unavailable(c.device.type):
-        return None
-    if derives(c.requires_grad and torch.is_grad_enabled()):
-        return Turn.apply(c, waves)
-    return turn(c, waves, 1.0)
-
-
-TURNS["cuda"] = _turn
