@@ -94,9 +94,10 @@ def kernels(device: torch.device) -> str:
 
 
 def _unavailable(device: str) -> str | None:
-    if not INSTALLED:
-        return "Triton is not installed"
-    return None if device == "cuda" or INTERPRETED else f"it runs on CUDA, not on {device}"
+    # The device first: on a CPU the answer is the same with Triton and without.
+    if device != "cuda" and not INTERPRETED:
+        return f"it runs on CUDA, not on {device}"
+    return None if INSTALLED else "Triton is not installed"
 
 
 def run(task: Task) -> Smoothed:

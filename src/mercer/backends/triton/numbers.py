@@ -17,22 +17,22 @@ from .static import NO_LOG, Slot, Static
 def prepare(
     x: Inputs, static: Static, band: Tensor, inside: tuple[int, int] = NOWHERE, few: bool = False
 ) -> Numbers:
-    """Numbers per key and per query, but for what a kernel forms of keys itself: `inside`.
+    """Numbers per key and per query, except what a kernel computes itself: `inside`.
 
-    For few queries columns do not pay.
+    `few`: there are few queries, for which columns do not pay.
     """
     cols, rows = [], []
-    # float16 ends too early for columns, and float32 has no fast product.
+    # Columns overflow in float16, and float32 has no fast product.
     spread = len(x.q) == 1 and not few and (INTERPRETED or x.v.dtype == torch.bfloat16)
     columns: Tensor | None = None
     for n, slot in enumerate(static.slots):
         col, row, k = x.col[n], x.row[n], x.k[n]
         if slot.norm and inside[n] != NORMS:
-            # A distance's own numbers; those that came join them.
+            # The norms of a distance, plus the numbers that came with the call.
             came, shape = col.numel() > 0, (k.shape[0], k.shape[1], k.shape[2])
             norms, columns = _norms(k, col, None, shape, slot.mode if spread and not came else None)
             col = add(norms, col) if came else norms
-        # What all keys have of a query counts inside of a link, and beside another term.
+        # A query's number is the same for all keys. It matters inside a link and in a sum of terms.
         if slot.norm and (slot.link or static.summed):
             row, _ = _norms(x.q[n], x.scale[n], slot, static.shape)
         cols.append(col)
@@ -45,7 +45,7 @@ def prepare(
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """Two numbers per key with their own head counts."""
+    """The sum of two numbers per key, which may have different head counts."""
     heads = max(a.shape[1], b.shape[1])
     return repeat(a, a.shape[0], heads) + repeat(b, b.shape[0], heads)
 
@@ -57,9 +57,9 @@ def _norms(
     shape: tuple[int, int, int],
     spread_for: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """-scale |x|^2 / 2, of shape; without a slot the scale is 1.
+    """-scale |x|^2 / 2 of a shape. Without a slot the scale is 1.
 
-    To be spread for scales of a mode, the same comes as columns, too.
+    `spread_for`: the MODE of the scale for which the same is also returned as columns.
     """
     from .kernels import norms
 
@@ -79,7 +79,7 @@ def _norms(
 
 
 def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
-    """Numbers per key as columns whose sum they are, [B, H, K, 16]."""
+    """Numbers per key as columns that add up to them, [B, H, K, 16]."""
     from .kernels import norms
 
     col = col.contiguous()
@@ -96,7 +96,7 @@ def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
 
 
 def turn(x: Tensor, waves: Tensor, sign: float) -> Tensor:
-    """Pairs of features turned by angles of their places, [B, H, T, P]; back with a sign of -1."""
+    """Pairs of features rotated by the angles of their places, [B, H, T, P]. -1 rotates back."""
     from .kernels import norms
 
     x = readable_rows(x)

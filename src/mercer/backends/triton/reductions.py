@@ -10,7 +10,7 @@ from .static import Slot
 
 
 def to_scales(sums: Tensor, given: Tensor, slot: Slot, num_queries: int, alone: bool) -> Tensor:
-    """The gradients of scales from what each query and each key adds to them; `alone`: each key."""
+    """The gradients of scales from the shares of all queries and keys; `alone`: of keys only."""
     from .kernels import norms
 
     if not sums.numel() or given.dim() == 3:
@@ -26,17 +26,17 @@ def to_scales(sums: Tensor, given: Tensor, slot: Slot, num_queries: int, alone: 
 
 
 def of_all(scales: Tensor, given: Tensor) -> Tensor:
-    """The gradient of one scale is the sum of those of all heads'."""
+    """The gradients by head, summed if all heads share one scale."""
     return scales if given.numel() > 1 else scales.sum(0, keepdim=True)
 
 
 def zeros(given: Tensor) -> Tensor:
-    """No gradient; where there is nothing to fill, nothing is started to fill it."""
+    """A gradient of zero. An empty tensor starts no kernel."""
     return torch.zeros_like(given) if given.numel() else given.new_empty(given.shape)
 
 
 def reduced(grad: Tensor, given: Tensor) -> Tensor:
-    """Summed over the heads and sequences that read the same tensor."""
+    """The gradient, summed over the heads and sequences that share the tensor."""
     if given.shape[:2] == grad.shape[:2]:
         return grad.to(given.dtype)
     if given.shape[1] != grad.shape[1]:

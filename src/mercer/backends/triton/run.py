@@ -1,6 +1,6 @@
-"""From tensors to launches of the fused kernels, with as little as possible to do for each call.
+"""From tensors to launches of the fused kernels, with as little work as possible in each call.
 
-A call forms the numbers per key and per query, looks up its `Plan`, and starts the kernels.
+A call computes the numbers per key and per query, looks up its `Plan`, and starts the kernels.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ def _find_tier() -> Any:
 
 
 TIER = _find_tier()
-# Two slots and the values that are wider than this are more than the registers hold: then there is a
-# pass over the keys for each slot.
+
+# The registers hold two slots and the values up to this width. Wider ones take a pass over the keys
+# for each slot.
 ROOM = 512
-# Programs for each processor where keys are cut into parts, and how many parts are merged at most.
+# Programs for each processor where keys are cut into parts, and the most parts that are merged.
 AT_WORK, MOST_PARTS = 4, 64
 
 
 def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
-    """What all kernels take first; blocks that a loop reads are described for the copy engine."""
+    """The tensors that all kernels take first. TMA descriptors stand for blocks that a loop reads."""
     k1 = ready.columns if p.spread else x.k[-1]
     tensors: list[Any] = [
         x.q[0], x.k[0], x.q[-1], k1, x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
@@ -87,7 +88,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
         far = forward_of(x, other, ready, keeps=keeps)
         band = ready.band
         start(
-        forward_kernels.merge_far, (-(-num_queries // 64), batch * heads, 1),
+            forward_kernels.merge_far, (-(-num_queries // 64), batch * heads, 1),
             {"V": p.constants["V"], "BM": 64, "HAS_LOW": keeps, "TOKENS": static.tokens},
             (out, low, lse, *far, band),
             (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
@@ -96,13 +97,13 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
 
 
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
-    """`forward` for few queries: by parts of the keys, which are read once."""
+    """`forward` for few queries: programs share the keys, so that all processors are busy."""
     shape, group = static.shape, _group(x, static)
     inside = _inside(x, static)
     band = tables.form(x.bias, static, x.v)
     ready = prepare(x, static, band, inside, few=True)
     if group > 1:
-        # The heads that share keys are queries at one place.
+        # Heads that share keys become queries at one place, so that keys are read once.
         x = replace(x, q=[_grouped(y, group) for y in x.q])
         ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
         static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
@@ -112,7 +113,7 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
 
 
 def _inside(x: Inputs, static: Static) -> tuple[int, int]:
-    """What the kernel forms of keys on its way, for each slot: where one block of features is all."""
+    """INSIDE of each slot: what the kernel computes from keys (see codes.py)."""
     found = [
         NORMS if slot.norm and not col.numel() else LENGTHS if slot.unit else NOTHING
         for slot, col in zip(static.slots, x.col, strict=True)
@@ -123,9 +124,9 @@ def _inside(x: Inputs, static: Static) -> tuple[int, int]:
 
 
 def _group(x: Inputs, static: Static) -> int:
-    """How many heads have all of their keys in common, if one query can have them as queries.
+    """How many heads share all of their keys, if there is one query; else 1.
 
-    Numbers per key may be those of fewer or of more heads.
+    Numbers per key may belong to fewer or to more heads.
     """
     _, heads, num_queries = static.shape
     counts = [y.shape[1] for y in (*x.k, x.v)]
@@ -141,7 +142,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 
 
 def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
-    """The launches that make up a call: one, or with a table that within its reach and that beyond."""
+    """The plans of a call: one, or with a table that within its reach and that beyond."""
     return [plan(x, part, ready) for part in cut_at_reach(static, x.v.shape[2])]
 
 
@@ -171,7 +172,7 @@ def forward_of(
     if parts > 1:
         rows = batch * heads * num_queries
         start(
-        forward_kernels.merge, (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
+            forward_kernels.merge, (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
             (targets[0], targets[2], out, lse), (rows, parts, v.shape[-1]),
         )  # fmt: skip
     return out, low, lse
@@ -184,12 +185,12 @@ def keeps_low(static: Static, v: Tensor) -> bool:
 
 
 def empty_low(out: Tensor, keeps: bool) -> Tensor:
-    """Room for what rounding takes from an output: eight bits of each number."""
+    """An empty tensor for what rounding takes from an output: eight bits of each number."""
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
 def _parts(p: Plan) -> int:
-    """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
+    """Into how many parts the keys of few queries are cut, so that all processors are busy."""
     batch, heads, _ = p.static.shape
     most = AT_WORK * processors(p.device) // (batch * heads)
     return max(1, min(p.num_keys // PART, most, MOST_PARTS))
@@ -199,7 +200,7 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
     static: Static, band: Tensor, ready: Numbers | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, scale, row, col and what the band is of, in this order."""
+    """The gradients of q, k, v, scale, row, col, and of the table or its queries and rows."""
     from .kernels import norms
 
     x = given.readable()
@@ -216,7 +217,7 @@ def backward(
     elif static.clip >= 0 or any(slot.link for slot in static.slots):
         grad_lse = torch.zeros_like(lse)
     else:
-        # Nobody reads it.
+        # No kernel reads it.
         grad_lse = lse
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     width = v.shape[-1]
@@ -260,7 +261,7 @@ def backward(
     elif scales is None:
         backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
-        # The table's end is a shift of log_mass.
+        # Beyond its reach a table only shifts log_mass.
         backward_of(x, p, ready, rows._replace(lse2=lse2 - band[..., 0]), of_keys, within)
     dq = [reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [
@@ -288,8 +289,8 @@ def backward_of(
 ) -> None:  # fmt: skip
     """Both passes of one plan.
 
-    With `made`, what the forward gave, `rows` are formed; without, this adds its share to the gradients
-    of a plan before.
+    With `made`, the results of the forward, it fills `rows`. Without, it adds its share to the
+    gradients of an earlier plan.
     """
     grad_out, lse2, *_ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
@@ -310,7 +311,7 @@ def _backward_keys(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
     dband: Tensor | None = None, *, add: bool = False,
 ) -> None:  # fmt: skip
-    """The pass over keys; with room for them, it stores the gradients of all pairs."""
+    """The pass over keys. With `dband` it stores the gradients of all pairs there."""
     grad_out, lse2, delta, *_ = rows
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys

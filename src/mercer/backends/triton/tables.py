@@ -141,7 +141,7 @@ def gradients(
         dtable = ends.new_empty(batch, heads, num_queries, 2 * clip + 1)
         mine = common | {"BM": 16, "BR": 64}
         start(
-        kernels.band_to_table, (_programs(num_queries, mine), batch * heads, clip // 32 + 2), mine,
+            kernels.band_to_table, (_programs(num_queries, mine), batch * heads, clip // 32 + 2), mine,
             (dband, ends, dtable), lengths,
         )  # fmt: skip
         return [dtable if bias.table.shape[0] == batch else dtable.sum(0, keepdim=True)]
