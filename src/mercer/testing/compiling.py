@@ -59,7 +59,7 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from ..backends.polynomial import fused
+    from ..backends.polynomial import plan as polynomial
     from ..backends.runtime import launch
     from ..backends.triton import backend
     from ..backends.triton.hopper import check, tier
@@ -84,7 +84,7 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
             patch.object(tier, "completed", lambda way, p, start, *given: [start(*given)])
         )
         # Tensors of a CPU are taken.
-        for module in (backend, fused):
+        for module in (backend, polynomial):
             changed.enter_context(patch.object(module, "INTERPRETED", True))
         for module in [m for name, m in sys.modules.items() if name.startswith("mercer.backends")]:
             for name, value in answers(capability).items():

@@ -1,9 +1,8 @@
 """Blockwise smoothing in plain PyTorch: any term, any filter, memory linear in T.
 
-What this must meet: the forward keeps (out, log_mass) and the backward recomputes the weights
-block by block; blocks that see nothing are skipped; every gradient is a plain sum, so the same
-input gives the same bits; and it is one opaque operator, so that torch.compile does not unroll the
-loops.
+The forward keeps (out, log_mass). The backward recomputes the weights block by block. Blocks that
+see nothing are skipped. Each gradient is a plain sum, so the same input gives the same bits. All is
+one opaque operator, so torch.compile does not unroll the loops.
 """
 
 from __future__ import annotations

@@ -41,11 +41,9 @@ def readable(x: Tensor) -> Tensor:
 
 def _grid(name: str, x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid over x, [B, H, T, D], and the sizes of a block."""
-    rows = max(8, SIZES[name][0] * 64 // max(64, next_power_of_two(x.shape[3])))
-    return (-(-x.shape[2] // rows), x.shape[0] * x.shape[1]), {
-        "D": next_power_of_two(x.shape[3]),
-        "BM": rows,
-    }
+    width = next_power_of_two(x.shape[3])
+    rows = max(8, SIZES[name][0] * 64 // max(64, width))
+    return (-(-x.shape[2] // rows), x.shape[0] * x.shape[1]), {"D": width, "BM": rows}
 
 
 def _strides(*tensors: Tensor) -> list[int]:
