@@ -77,7 +77,7 @@ def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
 
 def kernels(tasks: tuple[Task, ...], name: str) -> str:
     """Which kernels a backend runs, where it has several and says so."""
-    say = getattr(BACKENDS[name], "kernels", None)
+    say = getattr(BACKENDS.get(name), "kernels", None)
     return "" if say is None else say(tasks[0].device)
 
 
