@@ -36,9 +36,9 @@ def _keys_span(
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TMA: tl.constexpr, STORE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
+    """The queries from start to stop. Blocks are [keys, queries]."""
     CHECK: tl.constexpr = MASK or not EVEN
-    # Wider products, and tables, leave no registers to spare for two at once.
+    # For two products at once, wider features and tables leave too few registers.
     EARLY: tl.constexpr = SLOT0.width + SLOT1.width <= 64 and TABLE.clip < 0
     for first_query in tl.range(start, stop, BM):
         n = first_query + tl.arange(0, BM)
@@ -68,7 +68,7 @@ def _keys_span(
                 if SLOT1.col:
                     t1 += c1[:, None]
         if EARLY:
-            # Started before the weights are formed, so that the two run side by side.
+            # Started before the weights are formed, to overlap with them.
             grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if SLOT0.col:
@@ -83,7 +83,7 @@ def _keys_span(
                 band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width, BM, BN,
                 TABLE.tiled,
             )  # fmt: skip
-            # Narrow numbers are turned faster.
+            # Transposed in half precision, which is faster.
             bias = tl.trans(bias).to(tl.float32)
         elif BIAS == PAIRS:
             begin = _band_start(first_query, place, num_keys, width, TABLE.clip)
@@ -105,7 +105,7 @@ def _keys_span(
         if not EARLY:
             grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        # Read late, when log_mass has given back its registers.
+        # Read late, when the registers of log_mass are free.
         delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
         dropped = p
         if DROPOUT:
@@ -114,9 +114,9 @@ def _keys_span(
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
         if PART != 2:
             dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
-        # Scales that are the same for all queries wait until the end of the block; those of each
-        # query cost nothing beside the difference. But it rounds one of its products and not the other, so
-        # that equal ones do not vanish, as they have to in float32.
+        # A scale of all queries is applied at the end of the block. A scale of each query is applied
+        # here, in the same instruction as the difference. That rounds only one of the two products, so
+        # equal ones do not cancel exactly. float32 needs that they do.
         ALONG: tl.constexpr = (
             SLOT0.mode == 2 and SLOT1.width == 0 and FORM != POLY and PRECISION != "ieee"
         )
@@ -156,7 +156,7 @@ def _store_keys(
     WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, SUM: tl.constexpr,
     SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dk, dcol and the keys' share of dscale, from sums without the scale of a head."""
+    """Store dk, dcol and the keys' share of dscale. The sums come without the scale of a head."""
     inside = j < num_keys
     if WANT and MODE == 1:
         _store(DS + sums + j, _finite(c - ref) * dc if SUM else tl.zeros_like(c), inside, ADD)
@@ -188,7 +188,7 @@ def backward_keys(
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
-    PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
+    PART 1: without the second slot. PART 2: only the second slot. Wide slots take a launch each.
     ADD: another pass has stored its share before. STORE: all pairs lie in a band, and so do their
     gradients, from here on.
     """
@@ -250,7 +250,7 @@ def backward_keys(
         sure_start = tl.minimum(tl.maximum((sure_start + BM - 1) // BM * BM, start), stop)
         sure_stop = tl.maximum(tl.minimum(sure_stop, stop) // BM * BM, sure_start)
         if high - low < BN - 1:
-            # The last block of keys is not whole: it needs its mask throughout.
+            # The last block of keys is not full, and needs a mask everywhere.
             sure_start = stop
             sure_stop = stop
     else:
@@ -258,7 +258,7 @@ def backward_keys(
         sure_stop = stop
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA, TOKENS)
     for span in tl.static_range(4):
-        # In turn: masked, within the table's reach, beyond it, masked.
+        # The spans: masked, within the table's reach, beyond it, masked.
         beyond = sure_start
         if TABLE.clip >= 0 and _strict(FILTER, TABLE.clip):
             beyond = sure_stop

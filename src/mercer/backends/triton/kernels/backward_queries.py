@@ -53,7 +53,7 @@ def _queries_span(
     STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. EVENED: so is `inner`.
     """
     CHECK: tl.constexpr = MASK or not EVEN
-    # A scale of each query has a gradient that needs the numbers themselves.
+    # The gradient of a scale of each query needs the numbers per key.
     EACH: tl.constexpr = SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY
     next0, next1 = lse2, lse2
     if SLOT0.col and not SPREAD:
@@ -78,7 +78,7 @@ def _queries_span(
                 t1 = tl.dot(q1, tl.trans(kb1), input_precision=PRECISION)
         values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
         if TABLE.clip < 0:
-            # Started before the weights are formed, so that the two run side by side.
+            # Started before the weights are formed, to overlap with them.
             dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         if SLOT0.col and not SPREAD:
             c0 = next0[None, :]
@@ -173,7 +173,7 @@ def _store_queries(
     WIDTH: tl.constexpr, MODE: tl.constexpr, LINK: tl.constexpr, NORM: tl.constexpr,
     HAS_ROW: tl.constexpr, WANT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq, dscale and drow, from sums without the scale; WHOLE: ds needs nothing more."""
+    """Store dq, dscale and drow. The sums come without the scale. WHOLE: ds is complete."""
     inside = n < num_queries
     wide = q.to(tl.float32)
     if WANT:
@@ -226,7 +226,7 @@ def backward_queries(
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, False, TOKENS)
     grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-    # All that is read once is asked for before anything waits for it, and used as it lies then.
+    # All single loads are issued before the first is used.
     if FIRST:
         e = tl.arange(0, V)
         mask = inside[:, None] & (e[None, :] < dv)
@@ -275,8 +275,8 @@ def backward_queries(
             dband = DBAND + line * width
         begin = tl.multiple_of(_band_start(block * BM, place, num_keys, width, TABLE.clip), 16)
         far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
-    # The scale of a link has a gradient in which large sums cancel. Weights were rounded for O, so
-    # <dO, O> is not quite sum_j P dP; what it is off by is taken out.
+    # In the gradient of a link's scale large sums cancel. Weights were rounded for O, so <dO, O> is
+    # not exactly sum_j P dP. The difference is subtracted.
     STEADY: tl.constexpr = (
         SLOT0.wants
         and SLOT0.link != IDENTITY
@@ -284,8 +284,8 @@ def backward_queries(
         and SLOT1.width == 0
         and TABLE.clip < 0
     )
-    # So has a key that queries with scales of their own see from afar. In float32 it is to be exact: the pass
-    # over keys gets sum_j P dP itself.
+    # They cancel also for a far key, if each query has its own scale. In float32 that must be exact, so
+    # the pass over keys gets sum_j P dP itself.
     EACH: tl.constexpr = (
         SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY and TABLE.clip < 0
     )
@@ -327,7 +327,7 @@ def backward_queries(
                 _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
                 DROPOUT, PRECISION, BN, BM, SPREAD, TMA, STEADY, EVENED, CUT,
             )  # fmt: skip
-    # What all weights of a row move by together.
+    # The common change of all weights of a row.
     moved = none
     if HAS_LSE:
         moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
@@ -337,7 +337,7 @@ def backward_queries(
         ds0 += _of_columns(dcs, ref0)
     sums = line + bh.to(tl.int64) * num_keys
     if FORM == POLY:
-        # The scale moves all weights of a row alike: it acts on log_mass alone.
+        # The scale changes all weights of a row by one factor, so it acts only through log_mass.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         if SLOT0.wants:
             tl.store(DS0 + sums + n, SLOT0.param * grad_lse / scale0, mask=inside)
@@ -358,7 +358,7 @@ def backward_queries(
             SLOT1.mode, SLOT1.link, SLOT1.norm, SLOT1.row, SLOT1.wants, False, ADD,
         )  # fmt: skip
     if TABLE.clip >= 0:
-        # All weights of a row move together by dlog_mass: what is beyond the reach is the rest.
+        # The gradients of a row's scores sum up to dlog_mass, so the pairs beyond the reach have the rest.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         rest = tl.where(lse2 == float("inf"), 0.0, grad_lse) - inner
         beyond = (

@@ -60,9 +60,9 @@ from .visibility import _cut, _key_range, _visible
 
 @triton.jit
 def _spared(values, t):
-    """Values without those that are not finite, whose scores say so instead.
+    """Values with 0 in place of what is not finite, and scores with NaN for the keys of those.
 
-    Such a value must not meet a weight of zero: 0 times NaN is NaN.
+    A hidden key has weight 0, and 0 times NaN is NaN.
     """
     finite = tl.abs(values) < float("inf")
     bad = tl.max(tl.where(finite, 0, 1), 1) > 0
@@ -98,7 +98,7 @@ def _forward_span(
     CHECK: tl.constexpr = MASK or not EVEN
     MODE0: tl.constexpr = _mode(SLOT0.mode, GROUPED, SLOT0.inside)
     MODE1: tl.constexpr = _mode(SLOT1.mode, GROUPED, SLOT1.inside)
-    # The numbers per key are read one block ahead: nothing else hides the wait for them.
+    # Numbers per key are read one block ahead, to hide their latency.
     c0, c1 = far, far
     if SLOT0.col and not SPREAD:
         c0 = _numbers_of(col0, start, num_keys, BN, SLOT0.col)
@@ -138,7 +138,7 @@ def _forward_span(
             )
             values, t = _spared(values, t)
         if FORM == PLAIN:
-            # One dot product: the positive scale waits until the exponent, one operation.
+            # One dot product: the positive scale is applied in the exponent, in one instruction.
             if MASK:
                 t = tl.where(seen, t, float("-inf"))
             if EDGES:
@@ -158,7 +158,7 @@ def _forward_span(
                 p = tl.exp2(t * _down(rate, MODE0) - (base - far)[:, None])
                 shrink = tl.exp2(peak - base)
         elif FORM == POLY:
-            # The weight is s^p itself: no logarithm, and the row's scale is a power too.
+            # The weight is s^p itself, without a logarithm. The row's scale is a power, too.
             if MASK:
                 t = tl.where(seen, t, 0.0)
             higher = tl.maximum(peak, tl.max(tl.abs(t), 1))
@@ -185,7 +185,7 @@ def _forward_span(
             elif BIAS == PAIRS:
                 e += _band_at(band, n[:, None], j[None, :], num_queries, width, begin)
             if FORM == FLAT:
-                # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
+                # Weights from 0 to 1 as they are: they do not overflow, and they do not all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
                 higher = peak
                 shrink = peak
@@ -239,7 +239,7 @@ def forward(
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    # Late blocks of a causal filter have the most to do: they start first.
+    # Late blocks of a causal filter have the most to do, and start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     n = block * BM + tl.arange(0, BM)
     place = num_keys - num_queries
@@ -254,7 +254,7 @@ def forward(
     half = none
     if FAST == 2:
         half = 0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
-    # Whose scales the queries have: those of one head, or of all in a group.
+    # The heads whose scales the queries have: one head, or all of a group.
     of = h * num_queries + tl.minimum(n, num_queries - 1) if GROUPED else h
     scale0 = _scale(S0, number0, ss0, of, line, n, inside, SLOT0.mode, SLOT0.log)
     q1, scale1, row1 = q0, scale0, none
@@ -288,7 +288,7 @@ def forward(
     if TABLE.clip >= 0:
         band = BAND + b * stb + h * sth
         begin = _band_start(block * BM, place, num_keys, width, TABLE.clip)
-        # Beyond the reach all keys have the number that a band begins with.
+        # Keys beyond the reach have the first number of the band.
         far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
 
     acc = tl.zeros((BM, V), tl.float32)
@@ -304,9 +304,10 @@ def forward(
         SIMPLE,
     )  # fmt: skip
     if FAST > 0:
-        # All keys in one loop, and no peak to look for where it is known; what that cannot do is rare.
+        # All keys in one loop, without a running maximum where a bound is known. Rows for which this
+        # fails are rare.
         if FAST == 2:
-            # Of a key at no distance.
+            # The score of a key at distance 0.
             peak = half * (scale0 * LOG2E)
         acc, mass, peak = _forward_span(
             acc, mass, peak, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1,
@@ -325,7 +326,7 @@ def forward(
             peak = tl.full((BM,), float("-inf"), tl.float32)
     if FAST == 0 or whole:
         for span in tl.static_range(4):
-            # In turn: masked, beyond the table's reach, within it, masked.
+            # The spans: masked, beyond the table's reach, within it, masked.
             near = sure_stop
             if TABLE.clip >= 0:
                 near = tl.maximum(
@@ -368,7 +369,7 @@ def forward(
 
 @triton.jit(do_not_specialize=["parts"])
 def merge(OUTS, MASSES, OUT, LSE, rows, parts, dv, PARTS: tl.constexpr, V: tl.constexpr):
-    """One out and log_mass of a row from those of every part of the keys, of which there is room for PARTS."""
+    """out and log_mass of a row from those of every part of the keys, PARTS at most."""
     n = tl.program_id(0).to(tl.int64)
     part, e = tl.arange(0, PARTS), tl.arange(0, V)
     there, inside = part < parts, e < dv
@@ -379,7 +380,7 @@ def merge(OUTS, MASSES, OUT, LSE, rows, parts, dv, PARTS: tl.constexpr, V: tl.co
     )  # fmt: skip
     peak = tl.max(log, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
-    # Of a part that is not a number, so is its share, and all that comes of it.
+    # A part that is NaN makes the row NaN.
     share = tl.exp(log - base)
     mass = tl.sum(share, 0)
     empty = mass == 0.0
@@ -394,7 +395,7 @@ def merge_far(
     OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, BAND, num_heads, length, dv, stb, sth, stt,
     V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What the keys beyond a table's reach gave joins the rest; the table's end shifts their mass."""
+    """Adds the keys beyond a table's reach to the others. The table's end shifts their log_mass."""
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)

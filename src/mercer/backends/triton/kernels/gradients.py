@@ -72,7 +72,7 @@ def _weights(
 
 @triton.jit
 def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKENS: tl.constexpr):
-    """Where dO of a head begins, and the stride of its rows."""
+    """The address of a head's dO, or its TMA descriptor, and the stride of its rows."""
     if TMA:
         base, stride = GRAD, dv
     elif TOKENS:
@@ -84,10 +84,10 @@ def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKEN
 
 @triton.jit
 def _reference(col, HAS_COL: tl.constexpr):
-    """A number per key to count the others from.
+    """The first number per key, which is subtracted from the others.
 
-    The gradient of a scale sums u (<q, k> + col) over all pairs. What col has in common would be
-    a large sum that cancels; for a row, sum u is dlog_mass, so it is taken out.
+    The gradient of a scale sums u (<q, k> + col) over all pairs. A constant in col gives a large sum
+    that cancels. For a row, sum u is dlog_mass, so the constant's share is known and added later.
     """
     out = 0.0
     if HAS_COL:
@@ -98,19 +98,19 @@ def _reference(col, HAS_COL: tl.constexpr):
 
 @triton.jit
 def _counted(e, ref):
-    """How columns count that add up to numbers less ref: the fourth, e = 3, is one."""
+    """The factors of columns whose sum is col - ref. The fourth column (e = 3) is ones."""
     return tl.where(e < 3, 1.0, tl.where(e == 3, -ref, 0.0))
 
 
 @triton.jit
 def _of_columns(sums, ref):
-    """sum_j u_ij (col_j - ref), of sums over columns that add up to col, and over one of ones."""
+    """sum_j u_ij (col_j - ref), from the sums of u times each column."""
     return tl.sum(sums * _counted(tl.arange(0, COLUMNS)[None, :], ref), 1)
 
 
 @triton.jit
 def _store(target, x, mask, ADD: tl.constexpr):
-    """Store x, or add it to what another pass has stored."""
+    """Store x. ADD: add it to what an earlier pass has stored."""
     if ADD:
         x += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, x.to(target.dtype.element_ty), mask=mask)
