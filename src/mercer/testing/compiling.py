@@ -69,7 +69,6 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
     from ..backends.polynomial import plan as polynomial
     from ..backends.runtime import launch
     from ..backends.tokenwise import function
-    from ..backends.tokenwise import launch as tokenwise
     from ..backends.triton import backend, plan
     from ..backends.triton.hopper import check, tier
 
@@ -98,7 +97,7 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
         for module in (backend, polynomial, function):
             changed.enter_context(patch.object(module, "INTERPRETED", True))
         changed.enter_context(patch.object(function, "refuses", lambda q, k, v: None))
-        for kept in (plan._plans, launch._helpers, tokenwise._launches):
+        for kept in (plan._plans, launch._launches):
             changed.enter_context(patch.dict(kept, clear=True))
         for module in [m for name, m in sys.modules.items() if name.startswith("mercer.backends")]:
             for name, value in answers(capability).items():
