@@ -30,7 +30,8 @@ class Driver:
         return {"max_shared_mem": shared, "multiprocessor_count": count}
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton keeps what it has compiled by this number.
+        return self.capability
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -53,6 +54,12 @@ def answers(capability: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def name_of(fn: Any) -> str:
+    """Of a kernel, with the folder of its kernels, such as hopper.forward."""
+    parts = fn.__module__.split(".")
+    return f"{parts[parts.index('kernels') - 1]}.{fn.__name__}"
+
+
 @contextmanager
 def compiled(capability: int, read: Read) -> Iterator[None]:
     """Calls of the fused kernels with tensors of a CPU compile for a GPU, and start nothing."""
@@ -61,14 +68,17 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
 
     from ..backends.polynomial import plan as polynomial
     from ..backends.runtime import launch
-    from ..backends.triton import backend
+    from ..backends.tokenwise import function
+    from ..backends.triton import backend, plan
     from ..backends.triton.hopper import check, tier
 
     inner = JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         found = inner(kernel, *args, grid=grid, warmup=True, **options)
-        read(kernel.fn.__name__, found)
+        name, shared = name_of(kernel.fn), found.metadata.shared
+        assert shared <= SHARED[capability], f"{name} takes {shared} bytes of shared memory"
+        read(name, found)
         return found
 
     def start(self: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
@@ -84,8 +94,11 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
             patch.object(tier, "completed", lambda way, p, start, *given: [start(*given)])
         )
         # Tensors of a CPU are taken.
-        for module in (backend, polynomial):
+        for module in (backend, polynomial, function):
             changed.enter_context(patch.object(module, "INTERPRETED", True))
+        changed.enter_context(patch.object(function, "refuses", lambda q, k, v: None))
+        for kept in (plan._plans, launch._launches):
+            changed.enter_context(patch.dict(kept, clear=True))
         for module in [m for name, m in sys.modules.items() if name.startswith("mercer.backends")]:
             for name, value in answers(capability).items():
                 if hasattr(module, name) and module is not check:
