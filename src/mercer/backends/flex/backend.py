@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...term.layout import at_least, repeat
+from ...term.layout import pad_features, repeat
 from ...term.links import Matern12, Matern32, Matern52, Power, Rational
 from ...term.mix import Smoothed
 from ...term.term import Term
@@ -76,7 +76,7 @@ def _run(task: Task) -> Smoothed:
     one = compiled.compiled_for(task)
     try:
         out, lse = one(
-            *(at_least(x, MIN_WIDTH) for x in (q, k, v)),
+            *(pad_features(x, MIN_WIDTH) for x in (q, k, v)),
             lowered,
             compiled.mask_of(task),
             compiled.asking_for_mass() if task.log_mass else {},
