@@ -80,6 +80,10 @@ def _slopes():
     return mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(HEADS))
 
 
+def _slopes_learned():
+    return mc.Exponential() * mc.ALiBi(torch.nn.Parameter(mc.ALiBi.standard(HEADS)))
+
+
 ALL = {FORWARD, QUERIES, KEYS}
 SUMS = {"hopper.before_sums", "hopper.backward_keys", "hopper.after_sums"}
 STORES = {"hopper.forward", "hopper.backward_keys", "triton.deltas"}
@@ -108,10 +112,14 @@ CALLS = {
     "adaptive-sums": Call(_adaptive(64), {FORWARD}, SUMS, many=1),
     "adaptive-stores": Call(_adaptive(128), set(), STORES | {"hopper.stored_to_queries"}, dim=128),
     "slopes": Call(_slopes, {"triton.split_columns"}, dim=128),
+    "slopes-learned": Call(
+        _slopes_learned, {FORWARD, QUERIES}, {"hopper.backward_keys"}, {KEYS}, many=1,
+    ),
     "product": Call(
         _two, {FORWARD}, {"hopper.stored_to_queries", "hopper.stored_to_keys"}, {QUERIES, KEYS},
         dim=128,
     ),
+    "two-links": Call(lambda: mc.Polynomial() * mc.Laplace(8.0, on="position"), ALL),
     "two-distances": Call(lambda: mc.RBF(8.0) * mc.RBF(9.0, on="position"), ALL),
     "table": Call(_table(33), ALL | BANDS | {"triton.sum_rows"}, filter=mc.Window(60, 20)),
     "table-of-all": Call(
