@@ -2,11 +2,11 @@
 
     python benchmarks/hazards.py [--kernels rbf,lookup] [--filters causal] [--widths 64,128]
 
-On Hopper a product reads its operands while the program goes on, and whoever writes them must have
-waited for it. Triton should see to that, and in 3.6 does not always (dev/LOG.md). Here the
-fused kernels are compiled for Hopper, which takes no GPU, and their machine code is followed twice
-through each loop: what a product in flight reads from registers may not be written before a wait
-has covered it. Branches are taken as if they fell through, so a finding is a place to look at.
+On Hopper a WGMMA reads its operands while the program goes on, so that a write to them must come
+after a wait for it. Triton should see to that, and in 3.6 does not always (dev/LOG.md).
+Here the fused kernels are compiled for Hopper, which takes no GPU, and their machine code is
+followed twice through each loop: registers that a WGMMA in flight reads may not be written before
+a wait for it. Branches are taken as if they fell through, so a finding is a place to look at.
 """
 
 from __future__ import annotations
@@ -24,27 +24,12 @@ from typing import Any
 import torch
 
 import mercer as mc
-from mercer.backends.polynomial import fused as fused_squares
-from mercer.backends.runtime import launch as launches
-from mercer.backends.triton import (
-    backend as triton,
-)
-from mercer.backends.triton import (
-    plan as triton_plan,
-)
-from mercer.backends.triton import (
-    run as triton_launch,
-)
-from mercer.backends.triton import (
-    tables as bands,
-)
-from mercer.backends.triton.hopper import launch as hopper
+from mercer.backends.triton.hopper import eligible, launch
 from mercer.bench.catalogue import KERNELS
 from mercer.bench.workload import Workload
+from mercer.testing.compiling import compiled
 
 HEADS, LENGTH = 2, 300
-PROCESSORS, SHARED = 132, 232448
-AS_HOPPER = {"settles": True, "available": True, "copying": True, "processors": PROCESSORS}
 # Besides the kernels of `mercer bench`: a table that reaches all pairs, and polynomials by states,
 # of which there are some from so many places on.
 EVERYWHERE, LINEAR, STATES = "lookup-all", "linear", 4500
@@ -52,65 +37,19 @@ BASES = {EVERYWHERE: "lookup", LINEAR: "polynomial"}
 NAMES = (*KERNELS, *BASES)
 
 
-class Hopper:
-    """What Triton asks of a GPU before it compiles."""
-
-    launcher_cls = None
-
-    class utils:
-        @staticmethod
-        def get_device_properties(device: int) -> dict[str, int]:
-            return {"max_shared_mem": SHARED, "multiprocessor_count": PROCESSORS}
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-
-class Compiled:
-    """Compiles what would be started, and keeps what was found in it."""
+class Findings:
+    """What was found in compiled kernels."""
 
     def __init__(self) -> None:
-        from triton.runtime import driver
-        from triton.runtime.jit import JITFunction
-
-        self.seen: set[tuple[Any, ...]] = set()
+        self.seen: set[str] = set()
         self.found: list[str] = []
         self.case = ""
-        driver.set_active(Hopper())
-        inner = JITFunction.run
 
-        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            compiled = inner(kernel, *args, grid=grid, warmup=True, **options)
-            self.read(kernel.fn.__name__, compiled)
-            return compiled
-
-        JITFunction.run = run
-        launches.Launch.__call__ = lambda launch, tensors, numbers: launch.kernel[launch.grid](
-            *tensors, *numbers, **launch.constants, **launch.options
-        )
-        # As on such a GPU, though tensors lie elsewhere.
-        triton.INTERPRETED = fused_squares.INTERPRETED = True
-        for module in (bands, fused_squares, hopper, triton_launch, triton_plan):
-            for name, value in AS_HOPPER.items():
-                if hasattr(module, name):
-                    setattr(module, name, lambda device, value=value: value)
-
-    def read(self, name: str, compiled: Any) -> None:
-        if compiled.hash in self.seen:
+    def read(self, name: str, kernel: Any) -> None:
+        if kernel.hash in self.seen:
             return
-        self.seen.add(compiled.hash)
-        if found := sorted(set(overwritten(machine_code(compiled.asm["cubin"])))):
+        self.seen.add(kernel.hash)
+        if found := sorted(set(overwritten(machine_code(kernel.asm["cubin"])))):
             self.found.append(f"{self.case}: {name}, {len(found)} times, as in: {found[0]}")
             print(self.found[-1], flush=True)
 
@@ -207,24 +146,24 @@ def main() -> None:
     names = options.kernels.split(",")
     if unknown := sorted(set(names) - set(NAMES)):
         parser.error(f"no kernel is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
-    compiled = Compiled()
+    findings = Findings()
     # As with many heads, of which some are not the last.
-    hopper.ROUNDS = hopper.LAST = 0
-    hopper._at_once = lambda p: 1
+    launch.ROUNDS = launch.LAST = 0
     for name in names:
         for shown in options.filters.split(","):
             # States know no windows.
             if name == LINEAR and shown not in ("causal", "full"):
                 continue
             for width in map(int, options.widths.split(",")):
-                compiled.case = f"{name}, {shown}, width {width}"
+                findings.case = f"{name}, {shown}, width {width}"
                 # In two passes, as for few keys, and in one.
                 for many in (math.inf, 1):
-                    hopper.MANY_KEYS = hopper.NEAR = many
-                    run(name, shown, width)
-        print(f"{name}: {len(compiled.seen)} kernels so far", flush=True)
-    count = len(compiled.found)
-    print(f"{len(compiled.seen)} kernels, {count} to look at")
+                    eligible.MANY_KEYS = many
+                    with compiled(90, findings.read):
+                        run(name, shown, width)
+        print(f"{name}: {len(findings.seen)} kernels so far", flush=True)
+    count = len(findings.found)
+    print(f"{len(findings.seen)} kernels, {count} to look at")
     raise SystemExit(1 if count else 0)
 
 

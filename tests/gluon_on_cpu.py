@@ -116,7 +116,7 @@ class Shared:
     def permute(self, order):
         return Shared(self.data.permute(order))
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         # What was there is lost.
         size = math.prod(shape)
         data = self.data.view(-1).view(dtype)[:size]
@@ -235,7 +235,8 @@ class Engine:
 
         # Longer than a group takes for a few blocks, at times.
         thread = self._later(work, longest=0.03)
-        self.stores().append((left, thread))
+        self.stores().append(left)
+        self.local.writes.append(thread)
         self.all_stores.append(thread)
 
     def add(self, descriptor, at, source):
@@ -245,24 +246,16 @@ class Engine:
         """Those that kernels have in so many words."""
         if code.startswith("cvt.rni.s32.f32"):
             return given[0].round().to(dtype)
-        if "discard.global.L2" in code:
-            # What was there is lost: 128 bytes, of numbers that have 16 bits on a GPU.
-            pointer, use = given
-            for at in pointer.offset[use > 0]:
-                pointer.flat[at : at + 64] = math.nan
-            return None
         if code.startswith("{"):
             return words(code, given)
         if code.startswith("ld.relaxed.gpu"):
             self.pause()
             return load(given[0])
-        if code.startswith("fence."):
-            self.pause()
-            return None
         assert code.startswith("cp.async.bulk.wait_group 0")
-        for _, thread in self.stores():
-            thread.join()
         self.stores().clear()
+        # This waits for what has left shared memory, too, until it lies in memory.
+        while self.local.writes:
+            self.local.writes.pop().join()
         return None
 
     def finish(self):
@@ -281,12 +274,12 @@ class Engine:
 
     def stores(self):
         if not hasattr(self.local, "stores"):
-            self.local.stores, self.local.products = [], []
+            self.local.stores, self.local.writes, self.local.products = [], [], []
         return self.local.stores
 
     def store_wait(self, pending):
         while len(self.stores()) > pending:
-            self.stores().pop(0)[0].wait()
+            self.stores().pop(0).wait()
 
     def multiply(self, a, b, acc, use_acc=True, is_async=False):
         self.stores()
@@ -356,7 +349,7 @@ def module(name, programs, seed):
         allocate_shared_memory=allocate, warp_specialize=specialize, barrier=engine.pause,
         BlockedLayout=layout, SliceLayout=layout, NVMMADistributedLayout=layout,
         DotOperandLayout=layout, NVMMASharedLayout=layout,
-        SwizzledSharedLayout=layout,
+        SwizzledSharedLayout=layout, shared_memory_descriptor=Shared,
     )  # fmt: skip
     hopper = SimpleNamespace(
         fence_async_shared=engine.pause, warpgroup_mma=engine.multiply,
@@ -367,7 +360,8 @@ def module(name, programs, seed):
             expect=lambda bar, size: bar.move(1, size), arrive=lambda bar, count: bar.move(count),
         ),
         tma=SimpleNamespace(
-            async_load=engine.load, async_store=engine.store, store_wait=engine.store_wait
+            async_load=engine.load, async_store=engine.store, store_wait=engine.store_wait,
+            async_atomic_add=engine.add,
         ),
     )  # fmt: skip
     gluon = SimpleNamespace(jit=jit, constexpr_function=lambda fn: fn, language=language)
@@ -376,9 +370,6 @@ def module(name, programs, seed):
         "triton.language": language,
         "triton.experimental": SimpleNamespace(gluon=gluon),
         "triton.experimental.gluon": gluon,
-        "triton._C.libtriton": SimpleNamespace(ir=None),
-        # There is one, and the copy engine does what it asks for.
-        "triton.experimental.gluon.language._core": SimpleNamespace(builtin=lambda fn: engine.add),
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
     }
 

@@ -13,7 +13,7 @@ import torch
 from gluon_on_cpu import Descriptor, Pointer, module
 
 from mercer.backends.runtime import launch as launches
-from mercer.backends.triton.hopper import launch as hopper
+from mercer.backends.triton.hopper import eligible
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 150, 16
 LOG2E = math.log2(math.e)
@@ -24,10 +24,6 @@ PADDING = (1, -1, -1, -1, 0, 0, 0, 1, 0, 0)
 LONG, AHEAD = (1, 200, -1, -1, 0, 0, 0, 0, 0, 0), (0, 180, 20, -1, 0, 0, 0, 1, 0, 0)
 # A distance whose gradients come from one pass, with its norms as columns of products.
 COLUMNS = {"SUMMED": True, "SIDES": True, "NORM0": True, "HAS_COL0": True, "WANT0": True}
-JOINED_DISTANCE = {
-    "STORE": 1, "JOINED": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True,
-    "BY_KEYS": True,
-}  # fmt: skip
 
 CASES = {
     "plain": {},
@@ -49,11 +45,6 @@ CASES = {
     "stored-window": {"STORE": 2, "filter": WINDOW},
     "stored-alone": {"STORE": 1},
     "stored-window-alone": {"STORE": 1, "filter": WINDOW},
-    "joined-short": {"STORE": 1, "JOINED": True, "filter": WINDOW, "length": 60},
-    "joined-window": {"STORE": 1, "JOINED": True, "filter": WINDOW},
-    "joined-long-window": {"STORE": 1, "JOINED": True, "filter": LONG, "length": 420},
-    "joined-distance": {**JOINED_DISTANCE, "filter": LONG, "length": 394},
-    "joined-long": {"STORE": 1, "JOINED": True, "filter": LONG, "length": 900},
     "band": {"STORE": 2, "BANDED": True},
     "summed": {"SUMMED": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
     "summed-columns": {**COLUMNS, "MODE0": 1},
@@ -77,7 +68,7 @@ class Call:
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
             "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "HELD": False,
-            "SIDES": False, "FRESH": False, "JOINED": False,
+            "SIDES": False, "FRESH": False,
             "BY_KEYS": flags.get("SUMMED", False), **flags,
         }  # fmt: skip
         draw = torch.Generator().manual_seed(0)
@@ -86,7 +77,7 @@ class Call:
         def normal(*shape):
             return torch.randn(shape, generator=draw)
 
-        self.q, self.k, self.q1, self.k1, self.v, self.grad, self.out = (
+        self.q, self.k, self.q1, self.k1, self.v, self.grad, self.own = (
             normal(*rows, DIM) / 2 for _ in range(7)
         )
         self.lse2, self.delta, self.col = normal(*rows) + 4, normal(*rows), normal(*rows)
@@ -143,9 +134,7 @@ class Call:
             want["dscale"] = want["dscale"] + (self.k * (u.mT @ self.q)).sum(-1)
         if f["SUMMED"]:
             want["dq"] = found @ self.k
-        if f["JOINED"]:
-            want["dq"] = found @ self.k * head
-        if f["STORE"] and not f["JOINED"]:
+        if f["STORE"]:
             want["pairs"] = found if f["BANDED"] else found.mT
         return want
 
@@ -173,9 +162,6 @@ class Call:
         shares = torch.zeros(BATCH, HEADS, queries * 64, dtype=torch.int32)
         if f["SUMMED"]:
             pairs = Descriptor(sums, DIM, 64)
-        if f["JOINED"]:
-            begun.zero_()
-        joined = torch.full_like(self.q, math.nan)
         scale = self.scale if f["MODE0"] == 2 else self.head
         if counters is None:
             counters = torch.zeros(BATCH * HEADS + 1, dtype=torch.int32)
@@ -187,20 +173,19 @@ class Call:
             "IDS": None, "LSE2": Pointer(self.lse2), "DELTA": Pointer(self.delta),
             "BOUNDS": Pointer(self.bounds), "MOST": Pointer(self.most), "PAIRS": pairs,
             "DK0": Descriptor(got["dk"]),
-            "DK1": Descriptor(got["dk1"]), "DV": Descriptor(got["dv"]), "DQ": Descriptor(joined),
+            "DK1": Descriptor(got["dk1"]), "DV": Descriptor(got["dv"]),
             "DC0": Pointer(got["dcol"]), "DS0": Pointer(dscale), "scb0": HEADS * length,
             "sch0": length, "gc0": 1, "ss0": 1, "num_heads": HEADS, "group0": 1, "group1": 1,
             "group_v": 1, "num_queries": length, "num_keys": length, "number0": 0.5,
             "blocks": -(-length // 128), "parts": BATCH * HEADS, "FILTER": (self.filter,),
-            "last": last, "together": together, "COUNTERS": Pointer(counters), "across": room,
-            "LEFT": Pointer(got["pairs"]), "SHARES": Pointer(shares), "BEGUN": Pointer(begun),
+            "last": last, "together": together, "COUNTERS": Pointer(counters),
+            "SHARES": Pointer(shares), "BEGUN": Pointer(begun),
             "STAGES": stages, "BUFFERS": buffers, **f,
         }  # fmt: skip
         for stride in ("sqb0", "sqb1", "skb0", "skb1", "svb", "stb"):
             given[stride] = 1
         # Numbers are tensors in Triton, and so are what is made of them.
         tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts", "last", "together")
-        tensors = (*tensors, "across")
         given |= {name: torch.tensor(given[name]) for name in tensors}
 
         def start(program):
@@ -211,20 +196,14 @@ class Call:
         with ThreadPoolExecutor(programs) as pool:
             list(pool.map(start, range(programs)))
         # Every program has drawn one ticket more than there are blocks for it.
-        tickets = given["parts"] * (
-            given["blocks"] + (-(-given["blocks"] // 2) if f["JOINED"] else 0)
-        )
+        tickets = given["parts"] * given["blocks"]
         assert counters[int(f["PART"] == 2)] == tickets + programs
         got["dscale"] = dscale[..., length:]
         (dout, delta), (k, v) = self.bounds.unbind(2), self.most.amax(-1, keepdim=True).unbind(2)
         # 30 bits for what is less than the next power of two.
         most = k * (dout * v + delta)
         unit, other = (2.0 ** (x.log2().floor() - 29) for x in (most, most * k))
-        got["dq"] = (
-            joined
-            if f["JOINED"]
-            else (sums * unit.repeat_interleave(64, -1)[:, :, None]).mT[:, :, :length]
-        )
+        got["dq"] = (sums * unit.repeat_interleave(64, -1)[:, :, None]).mT[:, :, :length]
         got["shares"] = (shares * other.repeat_interleave(64, -1))[..., :length, None]
         if f["STORE"] and not f["BANDED"]:
             # From the first block of queries that sees a program's keys on.
@@ -241,9 +220,6 @@ class Call:
 def test_it_gives_the_sums_of_every_block(name, programs):
     call = Call(**CASES[name])
     way = {"longest": programs != 3, "stages": 2 + programs % 2, "buffers": 1 + (programs == 1)}
-    if call.flags["JOINED"]:
-        # There is no room for the next keys; so many heads are at work together, of four.
-        way |= {"buffers": 1, "together": {1: 4, 3: 1, 5: 3, 8: 2}[programs]}
     got = call.run(programs, **way, seed=programs)
     for what, want in call.want().items():
         found = got[what]
@@ -275,13 +251,14 @@ def test_hidden_keys_that_are_not_finite_leave_gradients_alone(mode):
 
 
 def test_who_starts_kernels_knows_how_they_are_cut():
-    """`hopper` has these, too: it must not import Triton before there is something to start."""
+    """eligible.py has these, too: it must not import Triton before there is something to start."""
     kernels, summed = (
         module(name, 1, 0)
         for name in ("hopper.kernels.backward_keys", "hopper.kernels.dq_fixed_point")
     )
-    assert kernels.BLOCK == kernels.OWN == summed.PLACES == hopper.GROUP
-    assert kernels.WATCHED == hopper.WATCHED
+    assert kernels.BLOCK == kernels.OWN == summed.PLACES == eligible.GROUP
+    sums = module("hopper.kernels.accumulating", 1, 0)
+    assert sums.WATCHED == eligible.WATCHED
 
 
 def test_a_second_pass_draws_tickets_of_its_own():
@@ -336,7 +313,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     call = Call(filter=(1, 69, -1, -1, 0, 0, 0, int(padded), 0, 0), NORM0=norms, HAS_COL0=norms)
     queries, blocks = 130, -(-LENGTH // 64)
     shape = (BATCH, HEADS, queries)
-    grad, out = (x[:, :, :queries].contiguous() for x in (call.grad, call.out))
+    grad, out = (x[:, :, :queries].contiguous() for x in (call.grad, call.own))
     lse, moved = torch.randn(shape), torch.randn(shape)
     lse[0, 0, 7] = -math.inf
     k, v = call.k.clone(), call.v.clone()
@@ -367,7 +344,6 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     }  # fmt: skip
     flags = {"HAS_LSE": True, "TOKENS": False, "E0": DIM}
     filter = {"V": DIM, "FILTER": (call.filter,), "HAS_LOW": False, "NORMS": norms, "EACH": True}
-    filter["HAS_TOPS"] = False
     around("before_sums", given | made, numbers, flags | filter, 3 + blocks)
     delta = (grad * out).sum(-1) - moved
     assert torch.allclose(made["DELTA"], delta, atol=1e-5)
@@ -454,43 +430,29 @@ FORWARDS = {
     "distance": {**NEAR, "filter": WINDOW},
     "scale-per-query": {**NEAR, "MODE0": 2},
     "far-keys": {**NEAR, "far": True},
-    "tops": {"HAS_TOPS": True, "HAS_LOW": True},
-    "tops-of-a-distance": {**NEAR, "HAS_TOPS": True, "filter": LONG, "length": 394, "far": True},
     "hidden-values": {"filter": PADDING, "hidden": True},
     "hidden-values-of-a-distance": {**NEAR, "filter": PADDING, "hidden": True},
 }
 
 
-def run_forward(home, given, blocks, rows):
-    """By blocks of queries of each head, or by programs that take two of them in turn."""
-    if home == "hopper.kernels.forward_128":
-        given = given | {"pairs": torch.tensor(-(-blocks // 4)), "parts": torch.tensor(len(rows))}
-        for program in range(PROGRAMS):
-            module(home, PROGRAMS, program).run("forward", given, program)
-    else:
-        for row in rows:
-            for block in range(blocks):
-                module(home, blocks, 7 * row + block).run("forward", given, block, row)
+def run_forward(given, blocks):
+    """By programs that take two blocks of queries in turn."""
+    pairs, parts = torch.tensor(-(-blocks // 4)), torch.tensor(BATCH * HEADS)
+    for program in range(PROGRAMS):
+        kernels = module("hopper.kernels.forward_128", PROGRAMS, program)
+        kernels.run("forward", given | {"pairs": pairs, "parts": parts}, program)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize(
-    ("home", "name"),
-    [("hopper.kernels.forward_64", name) for name in FORWARDS]
-    + [
-        ("hopper.kernels.forward_128", name)
-        for name in FORWARDS
-        if "HAS_TOPS" not in FORWARDS[name]
-    ],
-)
-def test_the_forward_gives_what_softmax_does(home, name, stages):
+@pytest.mark.parametrize("name", FORWARDS)
+def test_the_forward_gives_what_softmax_does(name, stages):
     flags = {"MODE0": 0, "SIMPLE": True, "SPREAD": False, "STILL": False, "HAS_LOW": False}
-    flags |= {"HAS_TOPS": False, **FORWARDS[name]}
+    flags |= FORWARDS[name]
     filter, far, hidden = (
         flags.pop(n, x) for n, x in (("filter", CAUSAL), ("far", 0), ("hidden", 0))
     )
     length = flags.pop("length", LENGTH)
-    call, place = Call(filter=filter, length=length), 0 if flags["HAS_TOPS"] else 10
+    call, place = Call(filter=filter, length=length), 10
     queries = length - place
     q, v = call.q[:, :, place:].contiguous(), call.v.clone()
     if far:
@@ -510,18 +472,16 @@ def test_the_forward_gives_what_softmax_does(home, name, stages):
     columns[..., 0], columns[..., 3] = call.col, float(flags["MODE0"] == 2)
     out, low = torch.full_like(q, math.nan), torch.full_like(q, 7, dtype=torch.int8)
     lse, blocks = torch.full(q.shape[:3], math.nan), -(-queries // 64)
-    tops = torch.full((BATCH, HEADS, blocks), math.nan)
     given = {
         "Q0": Descriptor(q), "K0": Descriptor(call.k), "K1": Descriptor(columns),
         "V_": Descriptor(v), "S0": Pointer(scale), "LENGTHS": Pointer(call.lengths),
         "OUT": Descriptor(out), "LOW": Descriptor(low), "LSE": Pointer(lse), "ss0": 1,
-        "TOPS": Pointer(tops),
         "num_heads": HEADS, "group0": 1, "group1": 1, "group_v": 1, "number0": 0.5,
         "num_queries": torch.tensor(queries), "num_keys": torch.tensor(length), "FILTER": (filter,),
         "E0": DIM, "V": DIM, "LOG0": (0, 0.0, 0.0, 0.0, 1.0), "STAGES": stages, **flags,
     }  # fmt: skip
     given |= dict.fromkeys(("sqb0", "skb0", "skb1", "svb"), 1)
-    run_forward(home, given, blocks, range(BATCH * HEADS))
+    run_forward(given, blocks)
     assert torch.allclose(out, want, rtol=1e-4, atol=1e-5)
     assert torch.allclose(lse, mass, rtol=1e-5, atol=1e-4)
     if flags["HAS_LOW"]:
@@ -530,9 +490,6 @@ def test_the_forward_gives_what_softmax_does(home, name, stages):
         assert torch.equal(low, kernels._taken(out, torch.bfloat16).to(torch.int8))
         got = kernels._given_back(out.bfloat16(), low, torch.bfloat16)
         assert torch.allclose(got, out, rtol=2**-15, atol=0.0)
-    if flags["HAS_TOPS"]:
-        large = torch.stack([part.amax(-1) for part in v.norm(dim=-1).split(64, -1)], -1)
-        assert torch.allclose(tops, large)
 
 
 def of_all_sizes():
@@ -563,8 +520,7 @@ def test_what_rounding_takes_comes_back(dtype):
     assert not got[~near].isfinite().any()
 
 
-@pytest.mark.parametrize("home", ["hopper.kernels.forward_64", "hopper.kernels.forward_128"])
-def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not(home):
+def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not():
     call = Call(filter=PADDING)
     call.v[0, 1, 70, 3] = math.inf
     out, lse = torch.full_like(call.q, 7.0), torch.full_like(call.lse2, 7.0)
@@ -576,7 +532,7 @@ def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not(home):
         "FILTER": (PADDING,), "SIMPLE": True, "E0": DIM, "V": DIM, "STAGES": 3,
         **dict.fromkeys(("sqb0", "skb0", "skb1", "svb"), 1),
     }  # fmt: skip
-    run_forward(home, given, 3, range(BATCH * HEADS))
+    run_forward(given, 3)
     assert out[0, 1, 70:].isnan().all()
     assert out[0, 1, :70].isfinite().all()
     assert out[0, 0].isfinite().all()
@@ -612,74 +568,18 @@ def test_every_block_of_queries_has_its_turn_once(pairs, parts, programs):
     assert max(work) <= sum(work) / programs + 2 * pairs
 
 
-@pytest.mark.parametrize("left", [0, 128, 129, 1024, 5000])
-@pytest.mark.parametrize("length", [60, 256, 700, 1500])
-@pytest.mark.parametrize(("parts", "together"), [(1, 1), (5, 1), (5, 2), (5, 5), (7, 3)])
-def test_a_ticket_for_queries_waits_for_tickets_before_it(parts, together, length, left):
-    kernels, blocks = module("hopper.kernels.backward_keys", 1, 0), -(-length // 128)
-    filter, number = ((1, left, *CAUSAL[2:]),), torch.tensor
-    tiles, done, queries = number(blocks), set(), []
-    for ticket in range(int(kernels._tickets(tiles, number(parts), True))):
-        low, part, _, _, start, steps, second = kernels._tile(
-            number(ticket), tiles, number(parts), number(1), number(together), 0, number(1),
-            number(length), number(length), number(0), None, filter, 1, False, True,
-        )  # fmt: skip
-        if second:
-            queries.append((int(part), int(low)))
-            keys = range(int(start), int(start + steps * 64), 64)
-            assert {(int(part), key // 128) for key in keys} <= done
-        else:
-            assert (int(part), int(low) // 128) not in done
-            done.add((int(part), int(low) // 128))
-    assert len(done) == blocks * parts
-    assert sorted(queries) == [(p, low) for p in range(parts) for low in range(0, length, 256)]
-
-
-def planned(filter, length=8192, heads=16, mode=1, wants=True, dim=128):
-    """What `hopper.joins` asks a plan for."""
-    slot = SimpleNamespace(wants=wants)
-    static = SimpleNamespace(slots=(slot,), shape=(2, heads, length), filter=(filter,))
-    constants = {"E0": dim, "E1": 0, "V": dim, "MODE0": mode}
-    return SimpleNamespace(constants=constants, static=static, num_keys=length, device=None)
-
-
-@pytest.mark.parametrize(
-    ("joins", "plan", "lse"),
-    [
-        (True, planned((1, 1023, *CAUSAL[2:])), False),
-        (True, planned((0, 1024, 0, *CAUSAL[3:]), wants=False, mode=0), True),
-        (False, planned(CAUSAL), False),
-        (False, planned((0, *CAUSAL[1:])), False),
-        (False, planned((1, 100, *CAUSAL[2:])), False),
-        (False, planned((1, 3000, *CAUSAL[2:])), False),
-        (False, planned((0, 1024, 1, *CAUSAL[3:])), False),
-        (False, planned((1, 1024, *CAUSAL[2:7], 1, 0, 0)), False),
-        (False, planned((1, 1024, *CAUSAL[2:]), heads=2), False),
-        (False, planned((1, 1024, *CAUSAL[2:]), mode=2), False),
-        (False, planned((1, 1024, *CAUSAL[2:]), dim=64), False),
-        # Each query has a share of its own in the gradient of a scale.
-        (False, planned((1, 1024, *CAUSAL[2:])), True),
-        # Of so many heads, pairs are stored in turns.
-        (False, planned((1, 1024, *CAUSAL[2:]), heads=400), False),
-    ],
-)
-def test_who_reads_pairs_while_they_are_in_the_cache(joins, plan, lse, monkeypatch):
-    monkeypatch.setattr(hopper, "processors", lambda device: 132)
-    assert hopper.joins(plan, lse) == joins
-
-
 def test_the_first_cache_has_what_shared_memory_leaves(monkeypatch):
     asked, compiled = [], SimpleNamespace(metadata=SimpleNamespace(shared=183976), function=5)
     sizes = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
     driver = SimpleNamespace(cuFuncSetAttribute=lambda *given: asked.append(given[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
     monkeypatch.setattr(launches.ctypes, "CDLL", lambda _: driver)
-    launches._share_room(compiled, torch.device("cuda"))
+    launches._reserve_l1(compiled, torch.device("cuda"))
     assert asked == [(9, 80)]
 
     def nowhere(name):
         raise OSError(name)
 
     monkeypatch.setattr(launches.ctypes, "CDLL", nowhere)
-    launches._share_room(compiled, torch.device("cuda"))
+    launches._reserve_l1(compiled, torch.device("cuda"))
     assert len(asked) == 1

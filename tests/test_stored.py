@@ -12,7 +12,7 @@ import torch
 import mercer as mc
 from mercer.backends.triton import plan as triton_plan
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
-from mercer.backends.triton.hopper import launch as hopper
+from mercer.backends.triton.hopper import eligible, launch, tier
 
 pytestmark = [
     pytest.mark.skipif(not (INSTALLED and INTERPRETED), reason="needs Triton's interpreter"),
@@ -39,7 +39,7 @@ class Pass:
                 q, k, _, _, v, _, _, col, _, _, grad, lse2, delta, pairs, dk, _, dv, *_, ds,
             ) = tensors  # fmt: skip
             self.runs += 1
-            *_, offset, _ = numbers
+            *_, offset = numbers
             col = col[:, :, None] if col.numel() else torch.zeros(())
             e = (q @ k.mT + col) * self.scale / math.log(2) - lse2[..., None]
             weights = torch.where(self.seen, e.exp2(), 0.0)
@@ -107,11 +107,13 @@ def test_queries_get_what_is_stored(name, filter, short, share, of_mass, monkeyp
     seen = {"causal": i >= j, "window": (i >= j) & (i - j <= 70), "full": i + j >= 0}[filter]
     other = Pass(scale, seen)
     monkeypatch.setattr(triton_plan, "_plans", {})
-    monkeypatch.setattr(hopper, "stores", lambda p, grad: True)
-    monkeypatch.setattr(hopper, "_share", lambda p: share)
-    monkeypatch.setattr(hopper, "_of", lambda x, *_, **__: x)
-    monkeypatch.setattr(hopper, "_keys", other)
-    monkeypatch.setattr(hopper, "SHORT", 2**20 if short else 0)
+    monkeypatch.setattr(tier, "allows", lambda way, *_: way == "stores")
+    monkeypatch.setattr(tier, "completed", lambda way, p, start, *given: [start(*given)])
+    monkeypatch.setattr(eligible, "stores", lambda p, grad: True)
+    monkeypatch.setattr(launch, "share", lambda p: share)
+    monkeypatch.setattr(launch, "_of", lambda x, *_, **__: x)
+    monkeypatch.setattr(launch, "_keys", other)
+    monkeypatch.setattr(eligible, "SHORT", 2**20 if short else 0)
     got = gradients(kernel, FILTERS[filter], "triton", given, of_mass)
     assert other.runs == -(-BATCH * HEADS // share)
     # A gradient of log_mass has shares of queries that keys do not know.

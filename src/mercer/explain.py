@@ -32,6 +32,7 @@ class Explanation:
     refusals: dict[str, str]
     memory: int
     vicinity: str = ""
+    kernels: str = ""
 
     def __str__(self) -> str:
         lines = [f"kernel    {self.formula}", f"filter    {self.filter}", f"shape     {self.shape}"]
@@ -43,6 +44,8 @@ class Explanation:
             lines.append("lowers to nothing: the kernel has no terms")
         lines += [f"cancels   {what}" for what in self.cancelled]
         lines.append(f"backend   {self.backend}: {self.because}")
+        if self.kernels:
+            lines.append(f"runs      {self.kernels}")
         lines += [f"not       {name}: {why}" for name, why in self.refusals.items()]
         lines.append(f"memory    {_bytes(self.memory)} beyond the inputs and the output")
         return "\n".join(lines)
@@ -74,6 +77,7 @@ def explain(
         because=str(choice),
         refusals=dispatch.refusals(tasks, choice.name),
         memory=_memory(problem, tasks, choice.name),
+        kernels=dispatch.kernels(tasks, choice.name),
     )
 
 

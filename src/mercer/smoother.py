@@ -3,10 +3,10 @@
     out_i = sum_{j in M(i)} w(q_i, k_j) v_j / sum_{j in M(i)} w(q_i, k_j)
     log_mass_i = log of the denominator
 
-w is a kernel, M a filter. `reference` is this formula, dense, and the specification of everything
-else; `smooth` gives the same numbers from the fastest backend that takes the kernel. A row that
-sees nothing gives 0 and log_mass = -inf. NaN or infinity in an input gives NaN in the rows that
-see it, and nowhere else. The last query stands beside the last key.
+w is a kernel, M a filter. `reference` is this formula, dense. It specifies everything else.
+`smooth` gives the same numbers from the fastest backend that takes the kernel. A row that sees
+nothing gives 0 and log_mass = -inf. NaN or infinity in an input gives NaN in the rows that see it,
+and nowhere else. The last query is aligned with the last key.
 
 Letters, everywhere: B batch, H heads, Q queries, K keys, D features of a head, V values.
 """
@@ -121,7 +121,7 @@ def solve(problem: Problem, backend: str) -> Smoothed:
         tasks = problem.tasks(seed)
         choice = dispatch.choose(tasks, backend)
         if choice.name != "reference":
-            if not dispatch.handles_nan(tasks, choice.name):
+            if not dispatch.BACKENDS[choice.name].keeps_nan(tasks):
                 cleaned = problem.cleaned()
                 tasks = tasks if cleaned is problem else cleaned.tasks(seed)
             return dispatch.run(tasks, choice.name)

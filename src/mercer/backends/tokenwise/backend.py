@@ -12,9 +12,8 @@ from ...term.factors import Factor
 from ...term.layout import at_least, repeat
 from ...term.mix import Smoothed
 from .. import Task
-from ..runtime.launch import INTERPRETED
-from ..triton.backend import INSTALLED
-from ..triton.plan import by_tokens
+from ..runtime.device import INSTALLED, INTERPRETED
+from ..triton.layout import by_tokens
 from .flash import choice, is_on
 from .function import Fused
 from .lookup import gather as gather

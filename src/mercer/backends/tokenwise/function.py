@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...term.layout import accumulator
-from ..runtime.launch import INTERPRETED
+from ..runtime.device import INTERPRETED
 from . import flash, launch, plain
 from .plain import Call
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.launch import Launch
-from ..triton.plan import room
+from ..runtime import launch
+from ..triton.layout import next_power_of_two
 from .plain import Call, Near, Pair
 from .taps import visible
 
@@ -21,25 +21,16 @@ SIZES = {"convolve": (32, 8), "merge": (16, 2), "pulls": (32, 4), "backward": (1
 # Rows of taps of a program, and numbers of it where it sums over heads.
 TAP_ROWS, HEAD_SUMS = 64, 1024
 
-_launches: dict[tuple[Any, ...], Launch] = {}
-
 
 def start(
     name: str, grid: tuple[int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
     numbers: tuple[int | float, ...],
 ) -> None:  # fmt: skip
     """Start the kernel of this name."""
-    kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
-    key = (name, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
-    found = _launches.get(key)
-    if found is None:
-        from . import kernels
+    from . import kernels
 
-        if len(_launches) > 4096:
-            _launches.clear()
-        options = {"num_warps": SIZES.get(name, (0, 4))[1]}
-        found = _launches[key] = Launch(getattr(kernels, name), (*grid, 1), constants, options)
-    found(tensors, numbers)
+    options = {"num_warps": SIZES.get(name, (0, 4))[1]}
+    launch.start(getattr(kernels, name), (*grid, 1), constants, tensors, numbers, options)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -50,8 +41,9 @@ def readable(x: Tensor) -> Tensor:
 
 def _grid(name: str, x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid over x, [B, H, T, D], and the sizes of a block."""
-    rows = max(8, SIZES[name][0] * 64 // max(64, room(x.shape[3])))
-    return (-(-x.shape[2] // rows), x.shape[0] * x.shape[1]), {"D": room(x.shape[3]), "BM": rows}
+    width = next_power_of_two(x.shape[3])
+    rows = max(8, SIZES[name][0] * 64 // max(64, width))
+    return (-(-x.shape[2] // rows), x.shape[0] * x.shape[1]), {"D": width, "BM": rows}
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
-from ..runtime.launch import INTERPRETED
-from ..triton.backend import INSTALLED
+from ..runtime.device import INSTALLED, INTERPRETED
 from .launch import readable, start
 from .taps import sum_by_id
 
@@ -26,8 +25,6 @@ def gather(table: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 def _take(table: Tensor, ids: Tensor) -> list[Tensor]:
-    if INSTALLED and ids.numel() and (ids.is_cuda or INTERPRETED):
-        return take(table, ids)
     # Faster than table[ids], which takes any number of indices.
     found = table.index_select(0, ids.reshape(-1)).view(*ids.shape, *table.shape[1:])
     return list(found.unbind(2))
@@ -92,21 +89,6 @@ def _sum_grads(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, None]:
 
 
 learns(gather_taps, _sum_grads, _keep_ids)
-
-
-def take(table: Tensor, ids: Tensor) -> list[Tensor]:
-    """The rows, by a kernel."""
-    # A layer's share of a table that several layers have is whole but for the rows between.
-    if not table[0].is_contiguous():
-        table = readable(table.contiguous())
-    ids, vocab, (targets, *shape) = readable(ids.contiguous()), table.shape[0], table.shape[1:]
-    out = [table.new_empty(*ids.shape, *shape) for _ in range(targets)]
-    count = out[0].numel()
-    start(
-        "take", (-(-count // 256), 1), {"TARGETS": targets, "BM": 256},
-        (table, ids, out[0], out[-1]), (count, count // ids.numel(), vocab, table.stride(0)),
-    )  # fmt: skip
-    return out
 
 
 def sum_exactly(grads: list[Tensor], ids: Tensor, vocab: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
 from ...term.layout import accumulator
-from ..triton.plan import empty
+from ..triton.layout import empty
 from . import function
 from .flash import FLASH, choice
 from .plain import Call

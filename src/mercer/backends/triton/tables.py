@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.launch import helper, settles
-from .block_sizes import EVERY, GRANULE, shared_memory
-from .plan import Bias, Static, one_sided, processors, readable_rows, room, sees_all, strides_of
+from ..runtime.device import processors, settles, shared_memory
+from ..runtime.launch import start
+from .codes import EVERY, GRANULE
+from .layout import next_power_of_two, readable_rows, strides_of
+from .plan import Bias, sees_all
+from .static import Static, one_sided
 
 # Pairs of a band that is kept for the backward. A larger one is formed again.
 KEPT = 2**30
@@ -44,6 +47,8 @@ def dtype_of(dtype: torch.dtype) -> torch.dtype:
 
 def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     """The band, [B or 1, H, Q, width], to the base 2; empty where there is no table."""
+    from .kernels import tables as kernels
+
     if static.clip < 0:
         return v.new_empty(0)
     num_keys = v.shape[2]
@@ -68,8 +73,8 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
         table = readable_rows(bias.table)
         strides[4:] = table.stride()[:3]
     block = constants["BR"] * constants["WIDTH"]
-    helper(
-        "spread", (_programs(num_queries, constants), batch * heads, 1),
+    start(
+        kernels.spread, (_programs(num_queries, constants), batch * heads, 1),
         constants,
         (v if x is None else x, v if rows is None else rows, table, band),
         (heads, num_queries, num_keys, width, size, rest_of, *strides),
@@ -92,11 +97,13 @@ def again(band: Tensor, bias: Bias, static: Static, v: Tensor) -> Tensor:
 
 def halves(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows in a dtype, and behind them what rounding took from them."""
+    from .kernels import tables as kernels
+
     if dtype == rows.dtype:
         return rows
     out = rows.new_empty(2, *rows.shape, dtype=dtype)
     count = rows.numel()
-    helper("halves", (-(-count // 1024), 1, 1), {"BM": 1024}, (rows, out), (count,))
+    start(kernels.halves, (-(-count // 1024), 1, 1), {"BM": 1024}, (rows, out), (count,))
     return out
 
 
@@ -122,6 +129,8 @@ def gradients(
     `stored`: keys and dq of the dot product. The band then has the gradients of all pairs, and dq is
     formed here, too.
     """
+    from .kernels import tables as kernels
+
     dband, ends = grads
     batch, heads, num_queries = static.shape
     num_keys, width, clip = v.shape[2], dband.shape[-1], static.clip
@@ -131,8 +140,8 @@ def gradients(
     if bias.table is not None:
         dtable = ends.new_empty(batch, heads, num_queries, 2 * clip + 1)
         mine = common | {"BM": 16, "BR": 64}
-        helper(
-            "band_to_table", (_programs(num_queries, mine), batch * heads, clip // 32 + 2), mine,
+        start(
+            kernels.band_to_table, (_programs(num_queries, mine), batch * heads, clip // 32 + 2), mine,
             (dband, ends, dtable), lengths,
         )  # fmt: skip
         return [dtable if bias.table.shape[0] == batch else dtable.sum(0, keepdim=True)]
@@ -146,10 +155,10 @@ def gradients(
     # Without stored pairs the keys are not read.
     k, dq = stored or (x, dx)
     if stored is not None:
-        block += pairs + constants["BR"] * room(k.shape[-1])
-    helper(
-        "band_to_queries", (_programs(num_queries, constants), batch * heads, 1),
-        constants | {"HALF": _half(bias, static), "KEYS": room(k.shape[-1]) if stored else 0,
+        block += pairs + constants["BR"] * next_power_of_two(k.shape[-1])
+    start(
+        kernels.band_to_queries, (_programs(num_queries, constants), batch * heads, 1),
+        constants | {"HALF": _half(bias, static), "KEYS": next_power_of_two(k.shape[-1]) if stored else 0,
                      "TOKENS": static.tokens, "SETTLE": settles(v.device)},
         (dband, ends, rows.to(x.dtype), k, dq, dx),
         (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
@@ -164,6 +173,8 @@ def _of_rows(
     *, stored: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of the rows."""
+    from .kernels import tables as kernels
+
     dband, ends = grads
     assert bias.asking is not None
     assert bias.rows is not None
@@ -178,8 +189,8 @@ def _of_rows(
     most = _programs(num_queries, constants) // EVERY
     parts = min(max(8 * processors(v.device) // (EVERY * heads * blocks), 1), most)
     sums = ends.new_empty(heads, EVERY * parts, count, size)
-    helper(
-        "band_to_rows", (EVERY * parts, blocks, heads), constants, (x, dband, ends, sums),
+    start(
+        kernels.band_to_rows, (EVERY * parts, blocks, heads), constants, (x, dband, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
         _staged(v, constants["BM"] * (constants["BR"] + constants["WIDTH"]), constants),
     )  # fmt: skip
@@ -187,9 +198,9 @@ def _of_rows(
     shared = heads // drows.shape[0]
     # Rows that many heads share have many parts but few programs.
     many = shared * EVERY * parts > 32
-    block = {"BR": 1 if many else 16, "BP": 32 if many else 1, "WIDTH": room(size)}
-    helper(
-        "sum_rows", (-(-total // block["BR"]), drows.shape[0], 1), block, (sums, drows),
+    block = {"BR": 1 if many else 16, "BP": 32 if many else 1, "WIDTH": next_power_of_two(size)}
+    start(
+        kernels.sum_rows, (-(-total // block["BR"]), drows.shape[0], 1), block, (sums, drows),
         (shared, EVERY * parts, count, total, size),
     )  # fmt: skip
     return drows
@@ -215,7 +226,7 @@ def _product(x: Tensor) -> dict[str, Any]:
     """How blocks of queries and rows are multiplied. float32 takes twice the shared memory."""
     wide = x.dtype == torch.float32
     return {
-        "WIDTH": room(x.shape[-1]), "BM": 64, "BR": 32 if wide else 64,
+        "WIDTH": next_power_of_two(x.shape[-1]), "BM": 64, "BR": 32 if wide else 64,
         "PRECISION": "ieee" if wide else "tf32",
     }  # fmt: skip
 

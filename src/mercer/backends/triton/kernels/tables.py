@@ -11,11 +11,11 @@ part, without atomics.
 import triton
 import triton.language as tl
 
-from .. import block_sizes as triton_sizes
+from .. import codes
 from .bands import _band_start
 from .primitives import LOG2E, _row_of, _rows, _settle
 
-EVERY = tl.constexpr(triton_sizes.EVERY)
+EVERY = tl.constexpr(codes.EVERY)
 
 
 @triton.jit

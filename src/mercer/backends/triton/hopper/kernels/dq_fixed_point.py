@@ -64,21 +64,20 @@ def _reference_within(base, most_k):
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed", "cleared"])
 def before_sums(
-    K0, V_, TOPS, C0, LENGTHS, GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, BOUNDS, MOST, SHARES,
+    K0, V_, C0, LENGTHS, GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, BOUNDS, MOST, SHARES,
     BEGUN, SUMS, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout, cleared,
     E0: tl.constexpr, HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, V: tl.constexpr,
     FILTER: tl.constexpr, HAS_LOW: tl.constexpr, NORMS: tl.constexpr, EACH: tl.constexpr,
-    HAS_TOPS: tl.constexpr,
 ):  # fmt: skip
     """delta, log_mass to the base 2, zeros for the sums, and what they can be at most.
 
     Zeros are for the heads from `cleared` on; BEGUN says of each block of queries whether it has them.
     That is, for a block of queries the largest |dO| and |delta|, for one of keys, which come after, the
     largest |k| and |v|. NORMS: numbers per key are -|k|^2 / 2. EACH: each query has a scale, whose
-    gradient is summed up, too. HAS_TOPS: the forward has said how large values are.
+    gradient is summed up, too.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -119,12 +118,10 @@ def before_sums(
         seen = (n < num_keys) & (tl.maximum(start, 0) < tl.minimum(stop, num_queries))
         most = MOST + bh.to(tl.int64) * 2 * key_blocks + block
         tl.store(most, _most(squares, seen, 0.0))
-        if HAS_TOPS:
-            top = tl.load(TOPS + bh.to(tl.int64) * key_blocks + block)
-        else:
-            v = _rows(V_ + b * svb + (h // group_v) * svh, svt, n, dv, V, num_keys, True)
-            top = _most(tl.sum(v.to(tl.float32) * v.to(tl.float32), 1), seen, 0.0)
-        tl.store(most + key_blocks, top)
+        v = _rows(V_ + b * svb + (h // group_v) * svh, svt, n, dv, V, num_keys, True)
+        tl.store(
+            most + key_blocks, _most(tl.sum(v.to(tl.float32) * v.to(tl.float32), 1), seen, 0.0)
+        )
 
 
 @triton.jit

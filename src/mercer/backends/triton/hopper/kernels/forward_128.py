@@ -15,11 +15,167 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.primitives import COLUMNS, LOG2E
-from ...kernels.scores import _scale
-from ...kernels.visibility import _stretch
-from .forward_64 import _beside, _careful, _finished, _lay_low, _shown, _weights
-from .primitives import BLOCK, OWN, REGISTERS, _batch, _range, _within, barrier, load, store
+from ...kernels.primitives import COLUMNS, LN2, LOG2E, _bits_beyond, _finite, _taken
+from ...kernels.scores import _down, _scale
+from ...kernels.visibility import _keys_seen, _stretch, _visible
+from .primitives import (
+    BLOCK,
+    OWN,
+    REGISTERS,
+    RENAMED,
+    _batch,
+    _ones,
+    _range,
+    _within,
+    barrier,
+    load,
+    store,
+)
+
+
+@gluon.jit
+def _weights(t, peak, rate, MODE0: gl.constexpr, STILL: gl.constexpr):
+    """Weights of scores, the peak that they count from, and how far that moved. STILL: it does not."""
+    if STILL:
+        higher, shrink = peak, peak
+        p = gl.exp2(t * _down(rate, MODE0) - peak[:, None])
+    else:
+        higher = gl.maximum(peak, gl.max(t, 1) * rate)
+        base = gl.where(higher == float("-inf"), 0.0, higher)
+        p = gl.exp2(t * _down(rate, MODE0) - base[:, None])
+        shrink = gl.exp2(peak - base)
+    return p, higher, shrink
+
+
+@gluon.jit
+def _beside(DTYPE: gl.constexpr, SCORES: gl.constexpr):
+    """What queries have beside columns of keys."""
+    THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.convert_layout(_ones(THIN).to(DTYPE), gl.DotOperandLayout(0, SCORES, 2))
+
+
+@gluon.jit
+def _seen(i, first_key, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr):
+    """Which keys of a block queries at places i see."""
+    LENGTHS, IDS, stride_ids, num_keys, first = seeing
+    j = first_key + gl.arange(0, BLOCK, ACROSS)
+    return _visible(i[:, None], j[None, :], b, first, LENGTHS, IDS, stride_ids, num_keys, FILTER)
+
+
+@gluon.jit
+def _seen_along(
+    i, first_key, b, seeing, FILTER: gl.constexpr, STRETCH: gl.constexpr, ACROSS: gl.constexpr
+):
+    """The same where each query sees one stretch of keys: an addition and a comparison for each pair.
+
+    Of numbers without a sign, since keys of a thread are the same but for multiples of 8.
+    """
+    LENGTHS, _, _, num_keys, first = seeing
+    start, stop = _keys_seen(i, b, first, LENGTHS, num_keys, FILTER, STRETCH)
+    none = (start >= stop) | (STRETCH[1] < 0)
+    after = gl.where(none, -BLOCK, first_key - start)
+    last = gl.where(none, 0, stop - 1 - start)
+    n = gl.arange(0, BLOCK, ACROSS)
+    away = after[:, None] + (n % 8)[None, :] + (n // 8 * 8)[None, :]
+    return away.to(gl.uint32, bitcast=True) <= last.to(gl.uint32, bitcast=True)[:, None]
+
+
+@gluon.jit
+def _shown(
+    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, STRETCH: gl.constexpr,
+    ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Scores of keys that are seen; between two places all see all."""
+    if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
+        if len(STRETCH) > 0:
+            seen = _seen_along(i, first_key, b, seeing, FILTER, STRETCH, ACROSS)
+        else:
+            seen = _seen(i, first_key, b, seeing, FILTER, ACROSS)
+        t = gl.where(seen, t, float("-inf"))
+    return t
+
+
+@gluon.jit
+def _careful(
+    t, values, acc, mass, peak, rate, i, first_key, b, seeing, MODE0: gl.constexpr, FILTER: gl.constexpr,
+    SUMS: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Sums and masses with those of one more block, of which values may not be finite."""
+    # One that is not must not meet a weight of zero: 0 times NaN is NaN.
+    x = values.load(SUMS).to(gl.float32)
+    whole = gl.min((gl.abs(x) < float("inf")).to(gl.int32), 1) > 0
+    values.store(_finite(x).to(values.dtype))
+    fence_async_shared()
+    barrier()
+    t = gl.where(gl.convert_layout(whole, ACROSS)[None, :], t, float("nan"))
+    seen = _seen(i, first_key, b, seeing, FILTER, ACROSS)
+    p, peak, shrink = _weights(gl.where(seen, t, float("-inf")), peak, rate, MODE0, False)
+    mass = mass * shrink + gl.sum(p, 1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+    weights = gl.convert_layout(p.to(values.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    return warpgroup_mma(weights, values, acc), mass, peak
+
+
+@gluon.jit
+def _finished(acc, mass, peak, SUMS: gl.constexpr):
+    """out and log_mass; of a row that sees nothing, 0 and -inf."""
+    empty = mass == 0.0
+    safe = gl.where(empty, 1.0, mass)
+    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, SUMS))[:, None]
+    lse = gl.where(empty, float("-inf"), LN2 * (gl.where(empty, 0.0, peak) + gl.log2(safe)))
+    return out, lse
+
+
+@gluon.constexpr_function
+def _byte(dtype):
+    """What forms one byte from each of four numbers: of bits of float32, or of numbers that fit in one."""
+    if _bits_beyond(dtype) < 8:
+        return "prmt.b32 a, $1, $2, 0x0040; prmt.b32 c, $3, $4, 0x0040;"
+    # As `_taken` has it, with two numbers rounded at once.
+    code = "cvt.rn.bf16x2.f32 a, $2, $1; cvt.rn.bf16x2.f32 c, $4, $3;"
+    code += (
+        "and.b32 b, a, 0xffff0000; shl.b32 a, a, 16; and.b32 d, c, 0xffff0000; shl.b32 c, c, 16;"
+    )
+    for near, number in zip("abcd", ("$1", "$2", "$3", "$4"), strict=True):
+        code += f"sub.s32 {near}, {number}, {near}; add.s32 {near}, {near}, 128;"
+        code += f"min.s32 {near}, {near}, 32767;"
+    return code + "prmt.b32 a, a, b, 0x0051; prmt.b32 c, c, d, 0x0051;"
+
+
+@gluon.constexpr_function
+def _word(dtype):
+    """What forms words of four bytes, half of them from a neighbour."""
+    end = "prmt.b32 a, a, c, 0x5410; shfl.sync.bfly.b32 c, a, 1, 31, -1; prmt.b32 $0, a, c, $5;"
+    return "{ .reg .b32 a, b, c, d; " + _byte(dtype) + end + " }"
+
+
+@gluon.jit
+def _lay_low(low, out, DTYPE: gl.constexpr):
+    """Lays down what rounding takes from out, by words of four bytes.
+
+    Of every eight numbers of a row a thread has two, which follow each other, and its neighbour the next two.
+    They swap, so that of sixteen numbers one has four from the first eight, and the other four from the
+    others: four threads have words 0, 2, 1, 3 of four.
+    """
+    ROWS: gl.constexpr = out.shape[0]
+    WIDTH: gl.constexpr = out.shape[1]
+    x = _taken(out, DTYPE) if _bits_beyond(DTYPE) < 8 else out.to(gl.int32, bitcast=True)
+    even, odd = gl.split(x.reshape([ROWS, WIDTH // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, x0.type.layout)))
+    halves = gl.where(lane % 2 == 0, 0x5410, 0x3276)[None, None, :]
+    CODE: gl.constexpr = _word(DTYPE)
+    words = gl.inline_asm_elementwise(
+        CODE, "=r,r,r,r,r,r", [x0, x1, x2, x3, halves], gl.int32, False, 1
+    )
+    words = words.reshape([ROWS, WIDTH // 16, 2, 2]).permute((0, 1, 3, 2))
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 32)
+    words = words.reshape([ROWS, WIDTH // 4])
+    if RENAMED:
+        low.reinterpret(gl.int32, [ROWS, WIDTH // 4], WORDS).store(words)
+    else:
+        low._reinterpret(gl.int32, [ROWS, WIDTH // 4], WORDS).store(words)
 
 
 @gluon.jit

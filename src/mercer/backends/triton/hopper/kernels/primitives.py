@@ -1,4 +1,4 @@
-"""What kernels for Hopper have in common whose groups of warps have parts."""
+"""What the warp-specialised kernels for Hopper have in common."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,10 +7,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...kernels.primitives import COLUMNS
 from ...kernels.visibility import _key_range
 
-# As Triton 3.6 calls them, and as later ones do.
+# Names of today's Triton, or the ones that they had in 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+# Adds a block of shared memory to one of memory by TMA. None in 3.6: see `eligible.can_add`.
+add = getattr(tma, "async_atomic_add", None)
 
 # Keys of a group, and queries of a block; or the other way round.
 OWN = gl.constexpr(64)

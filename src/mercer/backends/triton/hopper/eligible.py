@@ -1,0 +1,171 @@
+"""Which calls the Hopper kernels take, and for which of these they are faster.
+
+They take dot products of half precision without links or dropout. A table is taken by the pass over
+keys if it has all pairs. Whether a kernel works on this machine is for check.py to say.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from torch import Tensor
+
+from ...runtime.device import processors
+from ..codes import PLAIN
+from ..layout import tma_readable
+from ..plan import Plan
+
+# Keys that a warp group owns, and queries of a block.
+GROUP = 64
+# Features, and as many values, that the forward takes. The portable forward takes fewer.
+FORWARDS = (128,)
+# From so many features and values on, scores are stored for the gradients of queries; of at most so
+# many pairs at a time. Half as many would be 2 % faster in a window, and five times the memory.
+WIDE, PAIRS = 256, 2**30
+# At least so many programs of a share of the heads for each multiprocessor: with 4 it was 2 % faster
+# than not to store, with 8 10 %.
+LEAST = 3
+# With so many features and values there are registers for a warp group that sums up the gradients of
+# queries. Where a query sees fewer keys than this, the kernels before and after cost more than that
+# saves.
+SUMMED, MANY_KEYS = 64, 1024
+# So many blocks of queries can be waited for, as in the kernel.
+WATCHED = 64
+# Block sizes of the kernels that read stored scores: (queries, keys, warps, stages). Small blocks
+# are faster where a query sees at most SHORT keys, and slower where it sees 8192.
+TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
+# And of the one that reads them for the keys of a second part.
+TO_KEYS = (64, 128, 8, 4)
+
+
+def forwards(p: Plan) -> bool:
+    """Whether the forward takes this call."""
+    c, (q0, _, k0, columns, v, _) = p.constants, p.aligned
+    # The rows of `low` are bytes, and TMA needs multiples of 16.
+    alike = c["E0"] == c["V"] in FORWARDS and c["E1"] == 0 and p.widths[2] % 16 == 0
+    plain = c["FORM"] == PLAIN and not (c["HAS_ROW0"] or c["DROPOUT"]) and c["CLIP"] < 0
+    # Numbers per key are columns of a product.
+    plain = plain and p.dtype.itemsize == 2 and (not c["HAS_COL0"] or (p.spread and columns))
+    return bool(plain and alike and q0 and k0 and v)
+
+
+def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
+    """Whether the pass over keys takes this call; `banded`: with a table of all pairs."""
+    c, (q0, q1, k0, k1, v, _) = p.constants, p.aligned
+    two = c["E1"] > 0
+    plain = not (c["LINK0"] or c["HAS_ROW0"] or c["DROPOUT"]) and (c["CLIP"] < 0 or banded)
+    plain = plain and p.dtype.itemsize == 2
+    if two:
+        plain = plain and c["SAME"] and not c["HAS_COL1"] and c["E1"] in (64, 128)
+        plain = plain and q1 and k1
+    sized = c["E0"] in (64, 128) and c["V"] in (64, 128)
+    return bool(plain and sized and q0 and k0 and v and tma_readable(grad))
+
+
+def stores(p: Plan, grad: Tensor) -> bool:
+    """Whether the pass over keys can store scores, from which other kernels form dq."""
+    c = p.constants
+    wide = c["E0"] + c["E1"] + c["V"] >= WIDE and len(p.static.filter) == 1
+    # A scale of each query needs numbers per key as columns of a product.
+    steered = c["MODE0"] == 2 and c["HAS_COL0"] and not p.spread
+    return wide and not steered and takes(p, grad) and share(p) > 0
+
+
+def share(p: Plan) -> int:
+    """How many heads are stored at a time; 0 where they would leave half of the GPU idle."""
+    batch, heads, _ = p.static.shape
+    blocks, total = aligned(p.num_keys) // (2 * GROUP), batch * heads
+    most = PAIRS // (aligned(p.num_keys) * stored_queries(p))
+    if most >= total:
+        return total
+    # In equal shares.
+    count = -(-total // -(-total // most)) if most else 0
+    return count if count * blocks >= LEAST * processors(p.device) else 0
+
+
+def sums(p: Plan, grad: Tensor) -> bool:
+    """Whether the pass over keys can sum up the gradients of queries, too."""
+    c = p.constants
+    sized = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and len(p.static.filter) == 1
+    # A scale of each query needs numbers per key as columns of a product, and a bound for them.
+    sized = sized and (c["MODE0"] < 2 or (p.spread and p.bounded))
+    return sized and takes(p, grad) and can_add()
+
+
+@lru_cache(maxsize=1)
+def can_add() -> bool:
+    """Whether this Triton lets TMA add to memory: not yet in 3.6."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    return hasattr(tma, "async_atomic_add")
+
+
+def pays_to_sum(p: Plan) -> bool:
+    """Whether queries see enough keys for that."""
+    causal = p.static.filter[0][0]
+    seen = min(window(p), p.num_keys - causal * p.static.shape[2] / 2)
+    return seen >= MANY_KEYS
+
+
+def starts_sums(p: Plan) -> bool:
+    """Whether the first program that adds to a sum stores it, so that no kernel clears it before.
+
+    Not with a scale of each query, for want of registers. Only in a window: without one it was slower.
+    """
+    few = min(GROUP * WATCHED, p.num_keys // 2)
+    return sees_own_place_last(p) and p.constants["MODE0"] < 2 and window(p) <= few
+
+
+def sees_own_place_last(p: Plan) -> bool:
+    """Whether every query sees the key at its place, and none after it."""
+    if len(p.static.filter) > 1:
+        return False
+    ((causal, _, right, memory, *others),) = p.static.filter
+    along = right == 0 or (causal > 0 and right < 0)
+    return along and memory < 0 and not any(others) and p.static.shape[2] == p.num_keys
+
+
+def scale_by_keys(p: Plan, lse: bool) -> bool:
+    """Whether keys alone give the gradient of a head's scale, so that no kernel reads queries for it.
+
+    Not with a gradient of log_mass, of which each query has a share of its own.
+    """
+    slots = p.static.slots
+    return len(slots) == 1 and slots[0].wants and p.constants["MODE0"] == 1 and not lse
+
+
+def reader_sizes(p: Plan) -> tuple[int, int, int, int]:
+    """Block sizes of the kernel that forms dq from stored scores."""
+    short = min(p.num_keys, window(p)) <= SHORT
+    return TO_SHORT if short and not p.constants["E1"] else TO_QUERIES
+
+
+def reads_two(p: Plan, lse: bool) -> bool:
+    """Whether a program forms dq of two blocks of queries, which share keys."""
+    slot = p.static.slots[0]
+    return reader_sizes(p) == TO_SHORT and (not slot.wants or scale_by_keys(p, lse))
+
+
+def stored_together(p: Plan) -> int:
+    """How many blocks of queries a reader takes at a time."""
+    return reader_sizes(p)[0] // GROUP
+
+
+def window(p: Plan) -> float:
+    """How many keys a filter shows to a query, at most."""
+    ((causal, left, right, *_),) = p.static.filter
+    ahead = 0 if causal else right
+    return left + 1 + ahead if min(left, ahead) >= 0 else math.inf
+
+
+def stored_queries(p: Plan) -> int:
+    """How many queries may see one of a program's keys, from block to block."""
+    whole = aligned(p.static.shape[2])
+    # A window that is no multiple of a block may reach into one block more.
+    seen = window(p) + 2 * GROUP
+    return whole if math.isinf(seen) else min(whole, aligned(int(seen)) + 2 * GROUP)
+
+
+def aligned(length: int) -> int:
+    return -(-length // (2 * GROUP)) * 2 * GROUP

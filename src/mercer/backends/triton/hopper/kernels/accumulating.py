@@ -1,0 +1,223 @@
+"""The warp group that adds to gradients of queries, in fixed point: any order gives the same bits.
+
+dq_fixed_point.py has the kernels before and after, and says how the fixed point is chosen.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...kernels.gradients import _counted
+from ...kernels.primitives import COLUMNS, _finite
+from .dq_fixed_point import _blocks, _bound, _fixed, _reference_within
+from .primitives import (
+    BLOCK,
+    OWN,
+    _along,
+    _landed,
+    _skip,
+    _wait_for,
+    add,
+    barrier,
+    store,
+)
+from .tickets import _hear
+
+# Blocks of pairs on their way to this group, of each that multiplies, and of sums on theirs to memory.
+SLOTS = gl.constexpr(3)
+LEAVING = gl.constexpr(2)
+# Blocks of queries whose sums a program begins, and the most of others, begun elsewhere, that see its keys.
+MINE = gl.constexpr(2)
+WATCHED = gl.constexpr(64)
+
+
+@gluon.jit
+def _give(found, step, own, pairs, given, taken):
+    """Pairs for the group that sums up gradients of queries."""
+    slot = step % SLOTS
+    mbarrier.wait(taken.index(slot), ((step // SLOTS) & 1) ^ 1)
+    pairs.index(own * SLOTS + slot).store(found)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(given.index(own * SLOTS + slot), count=1)
+
+
+@gluon.jit
+def _give_none(
+    begin,
+    end,
+    done,
+    full,
+    empty,
+    own,
+    pairs,
+    given,
+    taken,
+    STAGES: gl.constexpr,
+    SCORES: gl.constexpr,
+):
+    """No pairs, of blocks of queries that see none of a group's keys."""
+    for step in range(begin, end):
+        _skip(step, step + 1, done, full, empty, STAGES)
+        none = gl.zeros([OWN, BLOCK], pairs.dtype, SCORES)
+        _give(none, done + step, own, pairs, given, taken)
+
+
+@gluon.jit
+def _most(base, count):
+    """The largest of so many numbers, and of as many after them."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    first = gl.zeros([128], gl.float32, LAYOUT)
+    second = first
+    for start in range(0, count, 128):
+        n = start + gl.arange(0, 128, LAYOUT)
+        first = gl.maximum(first, gl.load(base + n, mask=n < count, other=0.0))
+        second = gl.maximum(second, gl.load(base + count + n, mask=n < count, other=0.0))
+    return gl.max(first, 0), gl.max(second, 0)
+
+
+@gluon.jit
+def _whole(x):
+    """The whole numbers next to these."""
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], gl.int32, True, 1)
+
+
+@gluon.jit
+def _say_begun(begun, step):
+    """Says that sums of the block before a step have begun, once they have."""
+    _landed()
+    barrier()
+    gl.atomic_add(begun + (step - 1), 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _wait_begun(begun, count):
+    """Waits until sums of so many blocks of queries have begun, WATCHED at most.
+
+    Nothing is read after it that the first level of the cache may hold: the copy engine adds in the second,
+    where sums lay before this was said. So it does not have to acquire.
+    """
+    n = gl.arange(0, WATCHED, gl.BlockedLayout([2], [32], [4], [0]))
+    _wait_for(begun + gl.minimum(n, count - 1), 1)
+
+
+@gluon.jit
+def _add(
+    step, inputs, E0: gl.constexpr, EACH: gl.constexpr, BEGINS: gl.constexpr, SAYS: gl.constexpr
+):
+    """Adds what all keys of a program give to sums of one block of queries.
+
+    BEGINS: they begin with it. SAYS: that those of the block before did is said.
+    """
+    (
+        DQ, bounds, begun, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
+        done, turn, b, h, start, steps,
+    ) = inputs  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    bound = _bound(bounds + step, query_blocks, most_k, most_v)
+    slot = (done + step) % SLOTS
+    acc = gl.zeros([E0, BLOCK], gl.float32, LAYOUT)
+    phase = ((done + step) // SLOTS) & 1
+    mbarrier.wait(given.index(slot), phase)
+    acc = warpgroup_mma(turned.index(0), pairs.index(slot), acc, use_acc=False, is_async=True)
+    mbarrier.wait(given.index(SLOTS + slot), phase)
+    acc = warpgroup_mma(turned.index(1), pairs.index(SLOTS + slot), acc, is_async=True)
+    if EACH:
+        few = gl.zeros([BLOCK, COLUMNS], gl.float32, THIN)
+        near, far = pairs.index(slot).permute((1, 0)), pairs.index(SLOTS + slot).permute((1, 0))
+        col = (turn % 2) * 2
+        few = warpgroup_mma(near, cols.index(col), few, use_acc=False, is_async=True)
+        few = warpgroup_mma(far, cols.index(col + 1), few, is_async=True)
+    tma.store_wait(LEAVING - 1)
+    if EACH:
+        acc, few = warpgroup_mma_wait(0, (acc, few))
+    else:
+        acc = warpgroup_mma_wait(0, (acc,))
+    mbarrier.arrive(taken.index(slot), count=1)
+    if EACH:
+        found = _whole(gl.sum(few * counted, 1) * _fixed(bound * most_k))
+        gl.atomic_add(shares + (start + step * BLOCK), found, sem="relaxed", scope="gpu")
+    acc = acc * _fixed(bound)
+    whole = _whole(acc)
+    target = sums.index((done + step) % LEAVING)
+    target.store(whole)
+    fence_async_shared()
+    if SAYS:
+        _say_begun(begun, step)
+    else:
+        barrier()
+    if SAYS and not BEGINS:
+        # From here on others must have begun.
+        _wait_begun(begun + step, steps - step)
+    place = [b, h, 0, start + step * BLOCK]
+    if BEGINS:
+        store(DQ, place, target)
+    else:
+        add(DQ, place, target)
+
+
+@gluon.jit
+def _sum(
+    inputs, E0: gl.constexpr, BUFFERS: gl.constexpr, EACH: gl.constexpr, FRESH: gl.constexpr,
+):  # fmt: skip
+    """The group that adds to gradients of queries, in fixed point: any order gives the same bits.
+
+    EACH: and to SHARES of those of their scales, which numbers per key have: sum_j u_ij (c_j - ref).
+    FRESH: sums of all heads but the last begin with what keys at the same places give, and BEGUN says when.
+    """
+    (
+        DQ, BOUNDS, MOST, SHARES, BEGUN, C0, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
+        scb0, sch0, gc0, blocks, parts, last, num_heads, num_queries, num_keys,
+    ) = inputs  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    FEATURES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    done, turn = 0, 0
+    key_blocks, query_blocks = _blocks(num_keys), _blocks(num_queries)
+    ticket, _, part, b, h, start, steps = _hear(turn, tickets, told)
+    while ticket < blocks * parts:
+        bh = (b * num_heads + h).to(gl.int64)
+        bounds = BOUNDS + bh * 2 * query_blocks + start // BLOCK
+        begun = BEGUN + bh * query_blocks + start // BLOCK
+        at = (turn % BUFFERS) * 2
+        most_k, most_v = _most(MOST + bh * 2 * key_blocks, key_blocks)
+        shares, counted = SHARES, 0
+        if EACH:
+            THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+            shares += bh * query_blocks * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, THIN))
+            ref0 = _reference_within(C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0, most_k)
+            counted = _counted(_along(THIN), ref0)
+        for own in gl.static_range(2):
+            mbarrier.wait(ready.index(at + own), (turn // BUFFERS) & 1)
+        # Products read them faster turned.
+        for own in gl.static_range(2):
+            turned.index(own).store(_finite(k0s.index(at + own).permute((1, 0)).load(FEATURES)))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(used.index(turn % BUFFERS), count=1)
+        inner = (
+            DQ, bounds, begun, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
+            done, turn, b, h, start, steps,
+        )  # fmt: skip
+        early = 0
+        if FRESH:
+            if part < parts - last:
+                # Sums of the program's own places begin here, and a step later that is said.
+                for step in gl.static_range(MINE + 1):
+                    if step < steps:
+                        _add(step, inner, E0, EACH, step < MINE, step > 0)
+                    elif step == steps:
+                        _say_begun(begun, step)
+                early = gl.minimum(steps, MINE + 1)
+        for step in range(early, steps):
+            _add(step, inner, E0, EACH, False, False)
+        done += steps
+        turn += 1
+        ticket, _, part, b, h, start, steps = _hear(turn, tickets, told)
+    tma.store_wait(0)

@@ -1,0 +1,209 @@
+"""Every fused kernel compiles for GPUs that need not be there, with the Triton that is installed.
+
+A case compiles what a forward and its gradients start; together they have all kernels, and each way
+through their sources that is chosen by a constant. benchmarks/hazards.py reads what is compiled.
+"""
+
+import ast
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import mercer as mc
+from mercer import backends
+from mercer.backends.tokenwise import function
+from mercer.backends.triton import run
+from mercer.backends.triton.backend import INSTALLED, INTERPRETED
+from mercer.backends.triton.hopper import eligible
+from mercer.testing.compiling import compiled
+
+pytestmark = [
+    pytest.mark.skipif(not INSTALLED, reason="needs Triton, which is not installed"),
+    pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing"),
+    # Triton says which default it will change.
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+LENGTH, HEADS = 300, 2
+CAUSAL = mc.Causal()
+FORWARD, QUERIES, KEYS = "triton.forward", "triton.backward_queries", "triton.backward_keys"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, and kernels that it must start on every GPU, on Hopper, and on others."""
+
+    kernel: Callable[[], mc.Kernel]
+    starts: set[str] = field(default_factory=set)
+    hopper: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+    filter: mc.Filter = CAUSAL
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    queries: int = LENGTH
+    keys: int = LENGTH
+    learns: bool = True
+    dropout: float = 0.0
+    backend: str = "triton"
+    # Gradients of queries are summed on Hopper where they see so many keys.
+    many: float = math.inf
+
+
+def _rows(count, dim):
+    return torch.nn.Parameter(torch.randn(count, dim))
+
+
+def _rbf():
+    return mc.RBF([8.0, 11.0])
+
+
+def _adaptive(dim):
+    return lambda: mc.AdaptiveRBF(dim, heads=HEADS)
+
+
+def _two():
+    return mc.Exponential() * mc.Exponential(on="position")
+
+
+def _table(count):
+    return lambda: mc.Exponential() * mc.Lookup(_rows(count, 64))
+
+
+def _buckets():
+    return mc.Exponential() * mc.Buckets(_rows(HEADS, 32).T.contiguous())
+
+
+def _slopes():
+    return mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(HEADS))
+
+
+ALL = {FORWARD, QUERIES, KEYS}
+SUMS = {"hopper.before_sums", "hopper.backward_keys", "hopper.after_sums"}
+STORES = {"hopper.forward", "hopper.backward_keys", "triton.deltas"}
+BANDS = {"triton.halves", "triton.spread", "triton.band_to_queries", "triton.band_to_rows"}
+STATES = (
+    "prepare",
+    "build",
+    "scan",
+    "forward",
+    "prepare_backward",
+    "backward_queries",
+    "backward_keys",
+)
+DOCUMENTS = mc.Documents(torch.arange(LENGTH).div(90, rounding_mode="floor").expand(1, -1))
+DECODING = {"queries": 1, "keys": 2048, "learns": False}
+CALLS = {
+    "softmax": Call(mc.Exponential, ALL, dim=32, filter=mc.Window(70, 30)),
+    "window": Call(
+        mc.Exponential, {FORWARD, QUERIES}, {"hopper.backward_keys"}, filter=mc.Window(70, 30),
+    ),
+    "rbf": Call(_rbf, ALL | {"triton.half_norms", "triton.sum_to_scale"}, dim=32),
+    "rbf-sums": Call(_rbf, {FORWARD}, SUMS, many=1),
+    "rbf-stores": Call(_rbf, set(), STORES | {"hopper.stored_to_two"}, ALL, dim=128),
+    "adaptive": Call(_adaptive(64), {"triton.steer", "triton.steer_backward"}, filter=DOCUMENTS),
+    "adaptive-sums": Call(_adaptive(64), {FORWARD}, SUMS, many=1),
+    "adaptive-stores": Call(_adaptive(128), set(), STORES | {"hopper.stored_to_queries"}, dim=128),
+    "slopes": Call(_slopes, {"triton.split_columns"}, dim=128),
+    "product": Call(
+        _two, {FORWARD}, {"hopper.stored_to_queries", "hopper.stored_to_keys"}, {QUERIES, KEYS},
+        dim=128,
+    ),
+    "two-distances": Call(lambda: mc.RBF(8.0) * mc.RBF(9.0, on="position"), ALL),
+    "table": Call(_table(33), ALL | BANDS | {"triton.sum_rows"}, filter=mc.Window(60, 20)),
+    "table-of-all": Call(
+        _table(1201), BANDS, {"triton.deltas", "hopper.backward_keys"}, queries=600, keys=600,
+    ),
+    "table-far": Call(_table(33), {"triton.merge_far"}, queries=8192, keys=8192),
+    "table-per-head": Call(_buckets, {"triton.band_to_table"}),
+    "polynomial": Call(mc.Polynomial, ALL),
+    "states": Call(
+        mc.Polynomial, STATES, backend="linear", queries=4500, keys=4500,
+    ),
+    "laplace": Call(lambda: mc.Laplace(8.0), ALL),
+    "matern": Call(lambda: mc.Matern(2.5, 8.0), ALL),
+    "rational": Call(mc.RationalQuadratic, ALL),
+    "float32": Call(lambda: mc.RBF(8.0), ALL, dtype=torch.float32, dim=32),
+    "dropout": Call(mc.Exponential, ALL, dropout=0.1),
+    "decoding": Call(lambda: mc.RBF(8.0), {FORWARD, "triton.merge"}, **DECODING),
+    "decoding-table": Call(_table(33), {FORWARD, "triton.spread"}, **DECODING),
+    "decoding-sum": Call(lambda: mc.RBF(8.0) + mc.Exponential(), {FORWARD}, **DECODING),
+}  # fmt: skip
+
+
+def start(call):
+    """Forward and backward."""
+    torch.manual_seed(0)
+    kernel = call.kernel()
+
+    def drawn(length):
+        x = torch.randn(1, HEADS, length, call.dim, dtype=call.dtype)
+        return x.requires_grad_(call.learns)
+
+    q, k = (
+        mc.Features(**{name: drawn(length) for name in {"content", *parts}})
+        for length, parts in ((call.queries, kernel.query_parts), (call.keys, kernel.key_parts))
+    )
+    v = drawn(call.keys)
+    with torch.set_grad_enabled(call.learns):
+        out = mc.smooth(
+            kernel, q, k, v, filter=call.filter, backend=call.backend, dropout_p=call.dropout
+        )
+    if call.learns:
+        wanted = [x for _, x in (*q.items(), *k.items())] + [v, *kernel.parameters()]
+        torch.autograd.grad(out.float().square().sum(), wanted, allow_unused=True)
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_compile(name, capability, monkeypatch):
+    call, started = CALLS[name], set()
+    monkeypatch.setattr(eligible, "MANY_KEYS", call.many)
+    with compiled(capability, lambda kernel, _: started.add(kernel)):
+        start(call)
+    missing = call.starts | (call.hopper if capability == 90 else call.others)
+    assert missing <= started, f"started {sorted(started)}"
+
+
+# What other functions start.
+TOKENWISE = ("kernels", "convolve", "merge", "pulls", "backward", "kernels_backward")
+LOOKUPS = ("take", "clear", "scatter", "gathered")
+OTHERS = {"triton.turn", *(f"tokenwise.{name}" for name in (*TOKENWISE, *LOOKUPS))}
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+def test_other_functions_compile(capability):
+    started = set()
+
+    def drawn(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, dtype=dtype).requires_grad_()
+
+    with compiled(capability, lambda kernel, _: started.add(kernel)):
+        x = torch.randn(1, HEADS, LENGTH, 64, dtype=torch.bfloat16)
+        run.turn(x, torch.randn(32), 1.0)
+        for length in (9, LENGTH):
+            q, k, v = (drawn(1, HEADS, length, 64) for _ in range(3))
+            taps = [drawn(1, length, HEADS, 3, dtype=torch.float32) for _ in range(2)]
+            out = mc.vicinity(q, k, v, *taps)
+            torch.autograd.grad(out.float().square().sum(), [q, k, v, *taps])
+        table = drawn(50, 2, HEADS, 3, dtype=torch.float32)
+        found = function.gather(table, torch.randint(50, (1, LENGTH)))
+        torch.autograd.grad(sum(x.square().sum() for x in found), [table])
+    assert started >= OTHERS, f"started {sorted(started)}"
+
+
+def entries():
+    """All kernels that something starts: those whose names do not begin with _."""
+    for path in sorted(Path(backends.__file__).parent.rglob("*.py")):
+        if "kernels" in (path.stem, path.parent.name):
+            folder = path.parent.parent if path.parent.name == "kernels" else path.parent
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    yield f"{folder.name}.{node.name}"
+
+
+def test_no_kernel_is_left_out():
+    known = OTHERS.union(*(call.starts | call.hopper | call.others for call in CALLS.values()))
+    assert set(entries()) == known
