@@ -15,7 +15,7 @@ import torch
 
 import mercer as mc
 from mercer import backends
-from mercer.backends.tokenwise import function
+from mercer.backends.tokenwise import lookup
 from mercer.backends.triton import run
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
 from mercer.backends.triton.hopper import eligible
@@ -189,7 +189,7 @@ def test_other_functions_compile(capability):
             out = mc.vicinity(q, k, v, *taps)
             torch.autograd.grad(out.float().square().sum(), [q, k, v, *taps])
         table = drawn(50, 2, HEADS, 3, dtype=torch.float32)
-        found = function.gather(table, torch.randint(50, (1, LENGTH)))
+        found = lookup.gather(table, torch.randint(50, (1, LENGTH)))
         torch.autograd.grad(sum(x.square().sum() for x in found), [table])
     assert started >= OTHERS, f"started {sorted(started)}"
 
