@@ -84,7 +84,7 @@ ALL = {FORWARD, QUERIES, KEYS}
 SUMS = {"hopper.before_sums", "hopper.backward_keys", "hopper.after_sums"}
 STORES = {"hopper.forward", "hopper.backward_keys", "triton.deltas"}
 BANDS = {"triton.halves", "triton.spread", "triton.band_to_queries", "triton.band_to_rows"}
-STATES = (
+NAMES = (
     "prepare",
     "build",
     "scan",
@@ -93,6 +93,7 @@ STATES = (
     "backward_queries",
     "backward_keys",
 )
+STATES = {f"polynomial.{name}" for name in NAMES}
 DOCUMENTS = mc.Documents(torch.arange(LENGTH).div(90, rounding_mode="floor").expand(1, -1))
 DECODING = {"queries": 1, "keys": 2048, "learns": False}
 CALLS = {
@@ -183,10 +184,10 @@ def test_other_functions_compile(capability):
     with compiled(capability, lambda kernel, _: started.add(kernel)):
         x = torch.randn(1, HEADS, LENGTH, 64, dtype=torch.bfloat16)
         run.turn(x, torch.randn(32), 1.0)
-        for length in (9, LENGTH):
+        for length, boundary in ((9, "shrink"), (LENGTH, "shrink"), (LENGTH, "truncate")):
             q, k, v = (drawn(1, HEADS, length, 64) for _ in range(3))
             taps = [drawn(1, length, HEADS, 3, dtype=torch.float32) for _ in range(2)]
-            out = mc.vicinity(q, k, v, *taps)
+            out = mc.vicinity(q, k, v, key_taps=taps[0], value_taps=taps[1], boundary=boundary)
             torch.autograd.grad(out.float().square().sum(), [q, k, v, *taps])
         table = drawn(50, 2, HEADS, 3, dtype=torch.float32)
         found = lookup.gather(table, torch.randint(50, (1, LENGTH)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...term.factors import Steered
+from ...term.factors import QueryBandwidthFactor
 from .. import Task
 from ..runtime.launch import start
 from .layout import expanded, next_power_of_two, readable_rows, strides_of
@@ -48,13 +48,15 @@ def pass_on(static: Static, grads: list[Tensor], q: list[Tensor], w: Tensor, log
     grads.insert(5 * len(q) + 1, dw)
 
 
-def by_queries(f: Steered, task: Task) -> bool:
+def by_queries(f: QueryBandwidthFactor, task: Task) -> bool:
     """Whether x are the features of the queries, as the kernels read them."""
     whole = f.q.shape[:2] == (task.batch, task.heads)
     return f.x is f.q and whole and f.q.dtype == task.v.dtype and f.q.stride(-1) == 1
 
 
-def steered(f: Steered, shape: tuple[int, int, int], bend: Log, dtype: torch.dtype) -> Tensor:
+def steered(
+    f: QueryBandwidthFactor, shape: tuple[int, int, int], bend: Log, dtype: torch.dtype
+) -> Tensor:
     """The scale of every query."""
     x = f.x.to(dtype)
     x = expanded(x, x.shape[0], shape[1], *x.shape[2:])
