@@ -16,7 +16,7 @@ import torch
 import mercer as mc
 from mercer import backends
 from mercer.backends.tokenwise import lookup
-from mercer.backends.triton import run
+from mercer.backends.triton import numbers
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
 from mercer.backends.triton.hopper import eligible
 from mercer.testing.compiling import compiled
@@ -170,7 +170,7 @@ def test_calls_compile(name, capability, monkeypatch):
 
 # What other functions start.
 TOKENWISE = ("kernels", "convolve", "merge", "pulls", "backward", "kernels_backward")
-LOOKUPS = ("take", "clear", "scatter", "gathered")
+LOOKUPS = ("clear", "scatter", "gathered")
 OTHERS = {"triton.turn", *(f"tokenwise.{name}" for name in (*TOKENWISE, *LOOKUPS))}
 
 
@@ -183,7 +183,7 @@ def test_other_functions_compile(capability):
 
     with compiled(capability, lambda kernel, _: started.add(kernel)):
         x = torch.randn(1, HEADS, LENGTH, 64, dtype=torch.bfloat16)
-        run.turn(x, torch.randn(32), 1.0)
+        numbers.turn(x, torch.randn(32), 1.0)
         for length, boundary in ((9, "shrink"), (LENGTH, "shrink"), (LENGTH, "truncate")):
             q, k, v = (drawn(1, HEADS, length, 64) for _ in range(3))
             taps = [drawn(1, length, HEADS, 3, dtype=torch.float32) for _ in range(2)]
