@@ -1,13 +1,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# Beside torch and not through it: a torch for GPUs asks for the Triton that it came with.
+TRITON := triton==3.9.0; sys_platform == 'linux'
 
-.PHONY: run test lint types bench format clean
+.PHONY: run test interpreter lint types bench format clean
 
 run: .venv/ready  ## a study: six kinds of attention as small language models
 	$(BIN)/mercer study quick
 
-test: .venv/ready lint types  ## lint, types, tests and the README's snippets
-	$(BIN)/python -m pytest -n auto
+test: .venv/ready lint types interpreter  ## lint, types, tests and the README's snippets
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+interpreter: .venv/ready  ## a part of the Triton tests, without a GPU
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist worksteal @tests/interpreter.txt
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -23,9 +28,11 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: Makefile pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(TRITON)" \
+		|| echo "no Triton for this machine: its tests are skipped"
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Block sizes for the fused kernels on this GPU: what SIZES in triton_sizes.py was filled from.
+"""Block sizes for the fused kernels on this GPU: what SIZES in block_sizes.py was filled from.
 
     python benchmarks/sizes.py rbf,laplace [--dims 64,128] [--length 8192] [--only queries]
 
@@ -19,7 +19,7 @@ import torch
 
 import mercer as mc
 from mercer.backends.runtime import launch as launches
-from mercer.backends.triton import plan as triton_plan
+from mercer.backends.triton import layout
 from mercer.backends.triton.block_sizes import Sizes
 from mercer.bench.clock import Clock
 from mercer.bench.workload import Workload
@@ -82,7 +82,7 @@ def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[launches.Launch, tu
     rows = bm if kind == "keys" else bn
     tensors = tuple(
         x if isinstance(x, torch.Tensor)
-        else triton_plan.describe(x.base, rows, x.block_shape[3])
+        else layout.tma_descriptor(x.base, rows, x.block_shape[3])
         for x in tensors
     )  # fmt: skip
     constants = launch.constants | {"BM": bm, "BN": bn, "HELD": sizes.held}

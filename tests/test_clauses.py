@@ -13,8 +13,8 @@ K = 11
 
 def seen(rule, b, i, j):
     """One query and one key against the clauses, as the kernels read them."""
-    for numbers in rule.numbers:
-        causal, left, right, memory, stride, fixed, summary, padding, documents, gap = numbers
+    for clause in rule.cases:
+        causal, left, right, memory, stride, fixed, summary, padding, documents, gap = clause
         away = i - j
         if gap and away < gap:
             continue

@@ -4,7 +4,9 @@ from catalogue import KERNELS
 from torch.utils.flop_counter import FlopCounterMode
 
 import mercer as mc
-from mercer.backends import flex, sdpa
+from mercer.backends import sdpa
+from mercer.backends.flex import backend as flex
+from mercer.backends.flex import compiled
 from mercer.backends.triton import backend as triton
 from mercer.dispatch import rules
 from mercer.dispatch.choose import BACKENDS
@@ -120,7 +122,7 @@ EXPLAINED = {
 @pytest.fixture
 def available(monkeypatch):
     """flex and triton look at every term, whatever this machine can run."""
-    monkeypatch.setattr(flex, "_unavailable", lambda device: None)
+    monkeypatch.setattr(compiled, "unavailable", lambda device: None)
     monkeypatch.setattr(triton, "_unavailable", lambda device: None)
 
 

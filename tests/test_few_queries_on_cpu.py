@@ -1,22 +1,18 @@
-"""How few queries are cut into programs: what needs no GPU of tests/test_triton.py."""
+"""How the keys of few queries are cut into parts: what of tests/test_triton.py needs no GPU."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mercer.backends.triton import (
-    block_sizes as triton_sizes,
-)
-from mercer.backends.triton import (
-    run as triton_launch,
-)
+from mercer.backends.triton import block_sizes, codes, run
+from mercer.backends.triton.filters import Clause
 
-PLAIN = {"FORM": triton_sizes.PLAIN, "CLIP": -1, "HAS_COL0": False}
+PLAIN = {"FORM": codes.PLAIN, "CLIP": -1, "HAS_COL0": False}
 
 
 def plan(width, dtype=torch.bfloat16, shape=(8, 8, 4), places=None, **constants):
-    static = SimpleNamespace(shape=shape, trains=False)
+    static = SimpleNamespace(shape=shape, trains=False, filter=(Clause(causal=True),))
     widths = {
         "E0": width,
         "E1": width if places is None else places,
@@ -32,15 +28,15 @@ def plan(width, dtype=torch.bfloat16, shape=(8, 8, 4), places=None, **constants)
 
 @pytest.mark.parametrize("heads", [1, 9, 12, 40, 64, 96, 130, 200, 500, 3000])
 def test_programs_fill_the_device(heads, monkeypatch):
-    monkeypatch.setattr(triton_launch, "processors", lambda device: 132)
+    monkeypatch.setattr(run, "processors", lambda device: 132)
     p = plan(128, shape=(1, heads, 1))
-    parts = triton_launch._parts(p)
+    parts = run._parts(p)
     room = 4 * 132
     assert parts == 1 or heads * parts <= room
     assert parts == 64 or heads * (parts + 1) > room
     # None of them is too short to be worth a program.
     p.num_keys = 2100
-    assert triton_launch._parts(p) == min(parts, 4)
+    assert run._parts(p) == min(parts, 4)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +50,10 @@ def test_programs_fill_the_device(heads, monkeypatch):
     ids=["one-factor", "two-factors", "table", "narrow-table"],
 )
 def test_blocks_are_those_that_were_measured(width, places, clip, found):
-    p = plan(width, places=places, CLIP=clip, FILTER=((1, -1),), MODE0=0)
-    sizes = triton_sizes.sizes_of("split", p)
+    p = plan(width, places=places, CLIP=clip, MODE0=0)
+    sizes = block_sizes.sizes_of("split", p)
     assert (sizes.keys, sizes.warps, sizes.stages) == found
     assert (
-        triton_sizes.fitted("forward", sizes, SimpleNamespace(**vars(p), spread=False), 232448)
+        block_sizes.fitted("forward", sizes, SimpleNamespace(**vars(p), spread=False), 232448)
         == sizes
     )

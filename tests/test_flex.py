@@ -11,7 +11,7 @@ import torch
 from catalogue import COMPOSED, DIM, FILTERS, KERNELS
 
 import mercer as mc
-from mercer.backends import flex
+from mercer.backends.flex import compiled
 from mercer.testing import Shape, inputs
 from mercer.testing.cases import Case, double, rounding_of
 
@@ -40,13 +40,13 @@ def device():
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch):
-    monkeypatch.setattr(flex, "COMPILER", "inductor" if GPU else "aot_eager")
+    monkeypatch.setattr(compiled, "COMPILER", "inductor" if GPU else "aot_eager")
 
 
 @pytest.fixture
 def fresh(monkeypatch):
     """Nothing compiled before."""
-    monkeypatch.setattr(flex, "_structures", {})
+    monkeypatch.setattr(compiled, "structures", {})
 
 
 def random(*shape, device, dtype=torch.float32):
@@ -201,14 +201,14 @@ def test_other_lengths_do_not_compile_again(device):
     for length in range(20, 120, 5):
         q = random(2, 2, length, 16, device=device)
         mc.smooth(mc.Exponential(), q, q, q, filter=mc.Window(length // 2, 0), backend="flex")
-    (only,) = flex._structures.values()
+    (only,) = compiled.structures.values()
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
     assert len(entries(only.function._torchdynamo_orig_callable)) <= 3
 
 
 @pytest.mark.usefixtures("fresh")
 def test_past_the_limit_it_raises_and_then_refuses(device, monkeypatch):
-    monkeypatch.setattr(flex, "VARIANTS", 2)
+    monkeypatch.setattr(compiled, "VARIANTS", 2)
 
     def run(*shapes):
         for batch, length in shapes:
@@ -268,9 +268,9 @@ def test_the_block_mask_of_a_long_filter_is_kept(device):
     masks = []
     for _ in range(2):
         mc.smooth(mc.Exponential(), q, q, q, filter=Odd(7), backend="flex")
-        masks.append(next(reversed(flex._masks.values())))
+        masks.append(next(reversed(compiled.masks.values())))
     assert masks[0] is masks[1]
-    assert len(flex._masks) <= flex.MASKS
+    assert len(compiled.masks) <= compiled.MASKS
 
 
 @pytest.mark.skipif(
@@ -279,7 +279,7 @@ def test_the_block_mask_of_a_long_filter_is_kept(device):
 )
 @pytest.mark.usefixtures("fresh")
 def test_the_generated_code(device, monkeypatch):
-    monkeypatch.setattr(flex, "COMPILER", "inductor")
+    monkeypatch.setattr(compiled, "COMPILER", "inductor")
     # Lengths change, as those of texts do.
     for queries, keys in ((40, 60), (44, 70)):
         compare(mc.RBF(), Odd(), Shape(queries=queries, keys=keys), device)

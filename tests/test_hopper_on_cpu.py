@@ -574,12 +574,12 @@ def test_the_first_cache_has_what_shared_memory_leaves(monkeypatch):
     driver = SimpleNamespace(cuFuncSetAttribute=lambda *given: asked.append(given[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
     monkeypatch.setattr(launches.ctypes, "CDLL", lambda _: driver)
-    launches._share_room(compiled, torch.device("cuda"))
+    launches._reserve_l1(compiled, torch.device("cuda"))
     assert asked == [(9, 80)]
 
     def nowhere(name):
         raise OSError(name)
 
     monkeypatch.setattr(launches.ctypes, "CDLL", nowhere)
-    launches._share_room(compiled, torch.device("cuda"))
+    launches._reserve_l1(compiled, torch.device("cuda"))
     assert len(asked) == 1

@@ -1,8 +1,9 @@
-"""Imports go one way, and the bare package needs torch alone."""
+"""Imports go one way, among folders and among files, and the bare package needs torch alone."""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import mercer
 
 ROOT = Path(mercer.__file__).parent
 
-# Each may import only what stands before it.
+# Folders and files of the package; each may import only what stands before it.
 ORDER = [
     ("opaque", "memory"),
     ("filters",),
@@ -36,29 +37,71 @@ ORDER = [
 LEVEL = {name: n for n, names in enumerate(ORDER) for name in names}
 
 
-def imported(path):
-    """The modules of the package that a file imports, by their first name."""
-    package = ("mercer", *path.relative_to(ROOT).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level] if node.level else ()
-            module = (*base, *(node.module.split(".") if node.module else ()))
-            if module[:1] == ("mercer",):
-                names = module[1:2] or tuple(alias.name for alias in node.names)
-                yield from (name if name in LEVEL else "__init__" for name in names)
+def name_of(path):
+    """The dotted name of a file; a package is its `__init__`."""
+    return ".".join(("mercer", *path.relative_to(ROOT).with_suffix("").parts))
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_one_way(path):
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for other in imported(path):
-        assert other == own or LEVEL[other] < LEVEL[own], f"{own} imports {other}"
+FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def nodes_of(tree):
+    """All nodes but those that only a type checker reads."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from nodes_of(node)
+
+
+def imported(name):
+    """The files that a file imports, in functions too."""
+    for node in nodes_of(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            wanted = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = name.split(".")[: -node.level] if node.level else []
+            base += node.module.split(".") if node.module else []
+            wanted = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for parts in wanted:
+            found = next((file for file in map(".".join, files_of(parts)) if file in FILES), None)
+            if found is not None:
+                yield found
+
+
+def files_of(parts):
+    """A module, a package, or a name in one of these."""
+    yield parts
+    yield [*parts, "__init__"]
+    yield parts[:-1]
+    yield [*parts[:-1], "__init__"]
+
+
+GRAPH = {name: set(imported(name)) for name in FILES}
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail("files import each other: " + " <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_go_one_way(name):
+    own = name.split(".")[1]
+    for file in GRAPH[name]:
+        other = file.split(".")[1]
+        assert other == own or LEVEL[other] < LEVEL[own], f"{name} imports {file}"
 
 
 def test_kernels_and_backends_never_see_each_other():
-    for one, other in (("kernels", "backends"), ("backends", "kernels")):
-        for path in (ROOT / one).rglob("*.py"):
-            assert other not in set(imported(path)), path
+    for name, files in GRAPH.items():
+        for one, other in (("kernels", "backends"), ("backends", "kernels")):
+            if name.split(".")[1] == one:
+                assert other not in {file.split(".")[1] for file in files}, name
 
 
 def test_the_package_needs_torch_alone():

@@ -22,9 +22,7 @@ from mercer.backends.polynomial import (
 from mercer.backends.polynomial import (
     chunked_sums as squares,
 )
-from mercer.backends.polynomial import (
-    fused as fused_squares,
-)
+from mercer.backends.polynomial import fused, plan
 from mercer.backends.polynomial.backend import PolynomialState
 from mercer.backends.triton.backend import INTERPRETED
 from mercer.term.layout import accumulator
@@ -33,7 +31,7 @@ from mercer.testing import Shape, check_accuracy
 from mercer.testing.cases import Case, assert_close, rounding_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FUSED = fused_squares.runs(torch.device(DEVICE), torch.float32, DIM, DIM)
+FUSED = plan.runs(torch.device(DEVICE), torch.float32, DIM, DIM)
 needs_fused = pytest.mark.skipif(not FUSED, reason="needs a CUDA GPU or Triton's interpreter")
 # The interpreter multiplies no matrices of bfloat16.
 DTYPES = (
@@ -72,11 +70,11 @@ def random(*shape, dtype=torch.float32):
 def small_chunks(request, monkeypatch):
     """Chunks of 4 places (16 if fused), one or one head at a time or as many as there are."""
     monkeypatch.setattr(squares, "chunk_size", lambda dim: 4)
-    monkeypatch.setattr(fused_squares, "chunk_size", lambda dim, values: 16)
+    monkeypatch.setattr(plan, "chunk_size", lambda dim, values: 16)
     if request.param == "chunk by chunk":
         monkeypatch.setattr(squares, "ELEMENTS_ON_CPU", 1)
         monkeypatch.setattr(squares, "ELEMENTS", 1)
-        monkeypatch.setattr(fused_squares, "WORKSPACE", 1)
+        monkeypatch.setattr(plan, "WORKSPACE", 1)
 
 
 def compare(kernel, filter, shape, dim=DIM, seed=0):
@@ -214,10 +212,10 @@ def test_the_fused_kernels_keep_the_budget(filter, shape, dtype):
 @pytest.mark.parametrize("dim", [1, 33, 64, 80, 128])
 @pytest.mark.parametrize("values", [1, 40, 128])
 def test_the_fused_kernels_take_any_width(dim, values, monkeypatch):
-    monkeypatch.setattr(fused_squares, "chunk_size", lambda dim, values: 64)
+    monkeypatch.setattr(plan, "chunk_size", lambda dim, values: 64)
     shape = Shape(batch=1, heads=1, kv_heads=1, queries=100, keys=100, values=values)
     for dtype in DTYPES:
-        if fused_squares.runs(torch.device(DEVICE), dtype, dim, values):
+        if plan.runs(torch.device(DEVICE), dtype, dim, values):
             within_budget(mc.Causal(), shape, dim, dtype)
 
 
@@ -225,7 +223,7 @@ def test_the_fused_kernels_take_any_width(dim, values, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_and_keys_far_from_zero_keep_the_budget(dtype, monkeypatch):
     """A rounded state would lose what is left of a large mean; it is kept without it."""
-    monkeypatch.setattr(fused_squares, "chunk_size", lambda dim, values: 64)
+    monkeypatch.setattr(plan, "chunk_size", lambda dim, values: 64)
     shape = Shape(batch=1, heads=1, kv_heads=1, queries=200, keys=200, values=16)
     for filter in (mc.Causal(), mc.Full()):
         within_budget(filter, shape, 16, dtype, lambda q, k, v: (q + 0.5, k + 1, v + 3))
@@ -416,7 +414,7 @@ def test_the_fused_operator_is_as_it_says(causal):
     q = random(2, 20, 4, 6).transpose(1, 2).requires_grad_()
     k, v = (random(2, 2, 20, n).requires_grad_() for n in (6, 3))
     lengths = torch.tensor([20, 7], device=DEVICE)
-    torch.library.opcheck(fused_squares.smooth_squares, (q, k, v, lengths, causal))
+    torch.library.opcheck(fused.smooth_squares, (q, k, v, lengths, causal))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies no matrices of bfloat16")

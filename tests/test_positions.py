@@ -7,9 +7,10 @@ import torch
 
 import mercer as mc
 from mercer import nn as mn
+from mercer.backends.chunked import backend as chunked
+from mercer.backends.triton import sinusoids as scores
 from mercer.dispatch.choose import BACKENDS
 from mercer.dispatch.problem import prepare
-from mercer.kernels import position as positional
 from mercer.term import sinusoids
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 24, 3
@@ -223,24 +224,33 @@ def test_many_sinusoids_may_be_scores_of_distances(filter, monkeypatch):
     wanted = [x, *attention.parameters()]
 
     def run():
-        terms = attention.joined_kernel.terms(*attention.parts(x)[:2])
-        biased = [bool(term.biases) for term in terms]
         out = attention(x)
-        return biased, [out, *torch.autograd.grad(out, wanted, steer)]
+        return [out, *torch.autograd.grad(out, wanted, steer)]
 
-    biased, want = run()
-    assert biased == [False]
-    monkeypatch.setattr(positional, "WIDE", WIDTH - 1)
-    monkeypatch.setattr(positional, "DEVICES", ("cpu",))
-    biased, found = run()
-    assert biased == [True]
-    for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    def tasks():
+        q, k, v, seen = attention.parts(x)
+        return prepare(attention.joined_kernel, q, k, v, seen, 0.0, False, "auto").tasks()
+
+    def biased(width):
+        return [bool(scores.with_table(task, width).term.biases) for task in tasks()]
+
+    want = run()
+    assert biased(WIDTH) == [False]
+    assert biased(WIDTH - 1) == [True]
     # Where there are too many, they stay features.
-    for limit in ("MOST_KEYS", "MOST_SCORES"):
+    for limit in ("MAX_KEYS", "MAX_SCORES"):
         with monkeypatch.context() as patch:
-            patch.setattr(positional, limit, LENGTH - 1)
-            assert run()[0] == [False]
+            patch.setattr(scores, limit, LENGTH - 1)
+            assert biased(WIDTH - 1) == [False]
+    plain = chunked.run
+
+    def with_tables(tasks):
+        return plain([scores.with_table(task, WIDTH - 1) for task in tasks])
+
+    monkeypatch.setattr(chunked, "run", with_tables)
+    attention.backend = "chunked"
+    for a, b in zip(run(), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["W_F", "W_q and W_k"])

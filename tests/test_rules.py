@@ -161,6 +161,8 @@ def takes(name, *refused):
     """A backend that refuses some kinds, whatever the device."""
 
     class Fake:
+        dense_mask = False
+
         def refuses(self, task):
             return "no" if rules.kind_of(task.term) in refused else None
 

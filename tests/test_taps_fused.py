@@ -11,15 +11,7 @@ import torch
 
 import mercer as mc
 from mercer import nn as mn
-from mercer.backends.tokenwise import (
-    function as fused_taps,
-)
-from mercer.backends.tokenwise import (
-    launch as taps_launch,
-)
-from mercer.backends.tokenwise import (
-    plain as plain_taps,
-)
+from mercer.backends.tokenwise import function, launch, lookup, operators, plain
 from mercer.backends.tokenwise.plain import Call
 from mercer.backends.tokenwise.taps import BOUNDARIES, sum_by_id
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
@@ -75,13 +67,13 @@ class Count:
 
     def __init__(self, monkeypatch):
         self.calls = 0
-        run = fused_taps._Fused.apply
+        run = function.Fused.apply
 
         def counted(*args):
             self.calls += 1
             return run(*args)
 
-        monkeypatch.setattr(fused_taps._Fused, "apply", counted)
+        monkeypatch.setattr(function.Fused, "apply", counted)
 
 
 @pytest.fixture
@@ -249,9 +241,9 @@ def test_the_kernels_are_the_plain_passes(boundary, temperature):
         call = Call(boundary, True, cut, temperature, 0.5)
         # Of both targets, as rows of one table hold them.
         pair = torch.randn(2, 70, 2, heads, size, device=DEVICE).unbind(2)
-        got = taps_launch.kernels(pair, call, torch.float32)
-        want = plain_taps.kernels(pair, call, torch.float32)
-        assert all(map(torch.equal, got, taps_launch.kernels(pair, call, torch.float32)))
+        got = launch.kernels(pair, call, torch.float32)
+        want = plain.kernels(pair, call, torch.float32)
+        assert all(map(torch.equal, got, launch.kernels(pair, call, torch.float32)))
         torch.testing.assert_close(got, want)
         # All heads have a gradient, three of them for each kernel if it is shared.
         grads = [
@@ -268,12 +260,12 @@ def test_the_kernels_are_the_plain_passes(boundary, temperature):
         sums = [x.sum(2, keepdim=True) if heads == 1 else x for x in grads]
         if temperature is None:
             sums = [torch.where(w == 0, 0.0, x) for w, x in zip(want, sums, strict=True)]
-        same = plain_taps.kernels_backward(sums, want, pair, call)
+        same = plain.kernels_backward(sums, want, pair, call)
         for both in ((0, 1), (0,), (1,)):
             given = [
                 [x if n in both else None for n, x in enumerate(xs)] for xs in (grads, want, pair)
             ]
-            got = taps_launch.kernels_backward(*given, call)
+            got = launch.kernels_backward(*given, call)
             for n in range(2):
                 assert (got[n] is None) == (n not in both)
             torch.testing.assert_close([got[n] for n in both], [same[n] for n in both])
@@ -288,16 +280,16 @@ def test_the_gradient_of_a_table_is_the_sum_of_its_rows(targets):
     # Numbers of very different sizes, and zeros.
     grads[0] *= torch.exp(4 * torch.randn(3, 130, 1, 1, device=DEVICE))
     grads[-1][0] = 0.0
-    got = taps_launch.sum_by_id(grads, ids, 50)
+    got = lookup.sum_exactly(grads, ids, 50)
     rows = torch.stack(grads, 2).flatten(0, 1).double()
     want = sum_by_id(rows, ids.flatten(), 50)
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6 * want.abs().max().item())
-    assert torch.equal(got, taps_launch.sum_by_id(grads, ids, 50))
-    tiny = taps_launch.sum_by_id([g * 1e-30 for g in grads], ids, 50)
+    assert torch.equal(got, lookup.sum_exactly(grads, ids, 50))
+    tiny = lookup.sum_exactly([g * 1e-30 for g in grads], ids, 50)
     torch.testing.assert_close(tiny.double() * 1e30, want, rtol=1e-5, atol=1e-5)
-    assert not taps_launch.sum_by_id([g * 0.0 for g in grads], ids, 50).any()
+    assert not lookup.sum_exactly([g * 0.0 for g in grads], ids, 50).any()
     grads[0][0, 0] = math.nan
-    assert taps_launch.sum_by_id(grads, ids, 50).isnan().all()
+    assert lookup.sum_exactly(grads, ids, 50).isnan().all()
 
 
 def test_token_kernels_learn_the_same_table_each_time():
@@ -344,11 +336,11 @@ def compare_compiled(calls, given):
         ]
 
     results, ran = [], []
-    forward = fused_taps.forward
+    forward = function.forward
     torch._dynamo.reset()
     for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fused_taps, "forward", lambda *x: ran.append(x[5]) or forward(*x))
+            patch.setattr(function, "forward", lambda *x: ran.append(x[5]) or forward(*x))
             outs = call(*wanted)
         loss = sum(out.double().square().sum() for out in outs)
         results.append((*outs, *torch.autograd.grad(loss, wanted)))
@@ -428,16 +420,16 @@ def test_its_operators_are_sound(target):
         cut = int(causal and boundary != "left")
         options = (boundary, causal, cut, 0.4, 0.5, tokens)
         wanted = [None if x is None else x.clone().requires_grad_() for x in (q, k, v, *taps)]
-        torch.library.opcheck(fused_taps.smooth_taps, (*wanted, *options))
-        made = fused_taps.smooth_taps(q, k, v, *taps, *options)
+        torch.library.opcheck(operators.smooth_taps, (*wanted, *options))
+        made = operators.smooth_taps(q, k, v, *taps, *options)
         arguments = (torch.randn_like(made[0]), q, k, v, *taps, made, *options)
-        torch.library.opcheck(fused_taps.smooth_taps_backward, arguments)
+        torch.library.opcheck(operators.smooth_taps_backward, arguments)
     ids = torch.randint(0, 7, (2, 9), device=DEVICE)
     targets = sum(TARGETS[target])
     table = torch.randn(7, targets, 2, 3, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(fused_taps.gather_taps, (table, ids))
+    torch.library.opcheck(lookup.gather_taps, (table, ids))
     grads = [torch.randn(2, 9, 2, 3, device=DEVICE) for _ in range(targets)]
-    torch.library.opcheck(fused_taps.sum_taps, (grads, ids, 7))
+    torch.library.opcheck(lookup.sum_taps, (grads, ids, 7))
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")

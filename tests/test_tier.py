@@ -15,8 +15,10 @@ import torch
 
 import mercer
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
+from mercer.backends.triton.filters import Clause
 from mercer.backends.triton.hopper import check, launch
-from mercer.backends.triton.plan import Bias, Inputs, Slot, Static
+from mercer.backends.triton.plan import Bias, Inputs
+from mercer.backends.triton.static import Slot, Static
 
 DEVICE = torch.device("cpu")
 PLAN = SimpleNamespace(
@@ -49,7 +51,7 @@ def call(queries=1531, keys=1531, mode=1):
         ids=torch.arange(keys).div(100, rounding_mode="floor")[None], seed=None,
     )  # fmt: skip
     static = Static(
-        slots=(slot,), filter=((1, -1, -1, -1, 0, 0, 0, 1, 0, 0),), simple=True, dropout_p=0.0,
+        slots=(slot,), filter=(Clause(causal=True, padding=True),), simple=True, dropout_p=0.0,
         trains=True, first=0, tokens=True, clip=-1, shape=(3, 4, queries),
     )  # fmt: skip
     return x, static

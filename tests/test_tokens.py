@@ -9,7 +9,7 @@ import torch
 
 import mercer as mc
 from mercer import nn as mn
-from mercer.backends.tokenwise.taps import BOUNDARIES, convolve
+from mercer.tokenwise.taps import BOUNDARIES, convolve
 
 BATCH, LENGTH, WIDTH, HEADS, VOCAB = 2, 9, 16, 2, 11
 CHUNKS = {"steps": (1,) * 9, "prefill": (4, 1, 3, 1), "growing": (1, 2, 6)}
@@ -198,7 +198,7 @@ def test_a_step_convolves_new_keys_only(boundary, monkeypatch):
         lengths.append(x.shape[2])
         return convolve(x, *args)
 
-    monkeypatch.setattr(sys.modules["mercer.tokenwise.vicinity"], "convolve", watched)
+    monkeypatch.setattr(sys.modules["mercer.tokenwise.split"], "convolve", watched)
     x, ids = draw(60)
     cache = mn.Cache()
     layer(x[:, :50], token_ids=ids[:, :50], cache=cache)

@@ -13,7 +13,9 @@ from catalogue import COMPOSED, DIM, FILTERS, HEADS, KERNELS
 from torch.autograd import forward_ad
 
 import mercer as mc
+from mercer.backends.runtime import device
 from mercer.backends.runtime import launch as launches
+from mercer.backends.triton import backend as triton_backend
 from mercer.backends.triton import (
     block_sizes as triton_sizes,
 )
@@ -23,12 +25,13 @@ from mercer.backends.triton import (
 from mercer.backends.triton import (
     run as triton_launch,
 )
+from mercer.backends.triton import select
 from mercer.backends.triton import (
     tables as bands,
 )
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
+from mercer.backends.triton.sinusoids import queries, with_table
 from mercer.filters import Earlier
-from mercer.kernels import position as positional
 from mercer.term import sinusoids
 from mercer.testing import Shape, check_accuracy, inputs
 from mercer.testing.cases import Case, double, rounding_of
@@ -493,7 +496,7 @@ def test_what_stays_in_registers_changes_no_bit(name, dim, monkeypatch):
 
 
 # Of GPUs: 99 KiB on most, 163 on an A100, 227 on Hopper.
-@pytest.mark.parametrize("most", [101376, 166912, triton_sizes.HOPPER])
+@pytest.mark.parametrize("most", [101376, 166912, device.HOPPER])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_blocks_fit_into_the_shared_memory(most, dtype):
     for (kind, bucket, needs), sizes in triton_sizes.SIZES.items():
@@ -506,13 +509,13 @@ def test_blocks_fit_into_the_shared_memory(most, dtype):
         found = triton_sizes.fitted(kind, sizes, plan, most)
         assert triton_sizes.bytes_of(kind, found, plan) <= most
         assert min(found.queries, found.keys) >= 16
-        if most == triton_sizes.HOPPER and dtype == torch.bfloat16:
+        if most == device.HOPPER and dtype == torch.bfloat16:
             assert found == sizes
 
 
 @pytest.mark.parametrize("name", ["rbf-per-head", "eq-9", "polynomial"])
 def test_smaller_blocks_give_the_same(name, monkeypatch):
-    monkeypatch.setattr(launches, "shared_memory", lambda device: 12 * 1024)
+    monkeypatch.setattr(select, "shared_memory", lambda device: 12 * 1024)
     monkeypatch.setattr(triton_plan, "_plans", {})
     compare(ALL[name](), mc.Causal(), Shape(queries=70, keys=70, values=16))
 
@@ -578,7 +581,7 @@ def test_to_few_queries_keys_are_read_once(name, filter, monkeypatch):
     started = steps(ALL[name](), filter, monkeypatch)
     # The norms of queries alone have a kernel of their own: four heads of three.
     assert [name for name, _ in started] == ["half_norms", "forward", "merge"]
-    assert dict(started)["forward"]["INSIDE0"]
+    assert dict(started)["forward"]["SLOT0"].inside
 
 
 @pytest.mark.parametrize("name", ["rbf-per-head", "laplace", "cosine", "lookup"])
@@ -1021,8 +1024,7 @@ def test_keys_without_a_gradient_change_no_other(name, room, monkeypatch):
 @pytest.mark.parametrize("filter", [mc.Causal(), mc.Window(9, 0), mc.Full()], ids=str)
 @pytest.mark.parametrize("shape", [Shape(queries=70, keys=70), Shape(queries=5, keys=40)], ids=str)
 def test_scores_of_sinusoids_need_no_distances_that_are_not_seen(filter, shape, monkeypatch):
-    monkeypatch.setattr(positional, "WIDE", 5)
-    monkeypatch.setattr(positional, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(triton_backend, "with_table", lambda task, _: with_table(task, 5))
     counts, form = [], bands.form
 
     def noted(bias, static, v):
@@ -1038,13 +1040,13 @@ def test_scores_of_sinusoids_need_no_distances_that_are_not_seen(filter, shape, 
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 6), (1, 2, 33, 128)], ids=str)
-def test_sinusoids_are_turned_in_one_pass(shape, monkeypatch):
+def test_sinusoids_are_turned_in_one_pass(shape):
     """The same as by complex numbers in float32, but for one rounding; and back."""
-    monkeypatch.setitem(sinusoids.TURNS, DEVICE, sinusoids.TURNS["cuda"])
     *others, length, width = shape
     wide = torch.randn(*others, length, 2 * width, device=DEVICE).half()
     c = wide[..., :width].requires_grad_()
-    turned = sinusoids.turned(c, 1e4)
+    factor = sinusoids.Turned(asking=c, weight=None, base=1e4, num_keys=length)
+    turned = queries(factor, torch.float16)
     assert turned.dtype == torch.float16
     exact = c.detach().float().requires_grad_()
     want = sinusoids.turned(exact, 1e4)

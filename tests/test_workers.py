@@ -9,6 +9,9 @@ import pytest
 from mercer.bench import matrix
 from mercer.bench.matrix import FILTERS, KERNELS, WIDE, WIDTHS, Configuration, configurations
 from mercer.bench.workers import Worker
+from mercer.filters import FILTERS as ALL_FILTERS
+from mercer.kernels import KERNELS as ALL_KERNELS
+from mercer.kernels import Linear
 
 
 def act(do: str, number: int = 0) -> str:
@@ -69,6 +72,19 @@ def test_every_kernel_meets_every_filter():
         assert {(dim, matrix.HEADS) for dim in WIDTHS} < widths
         grouped = {dim for dim, heads in widths if heads == matrix.KV_HEADS}
         assert len(grouped) >= (3 if kernel in WIDE else 2)
+
+
+def test_every_registered_kernel_and_filter_is_there():
+    """Only a kernel with negative weights has no fused form."""
+    found = {type(f) for build in FILTERS.values() for f in parts(build(131), "filters")}
+    assert set(ALL_FILTERS) - found == set()
+    found = {type(k) for build in KERNELS.values() for k in parts(build(6, 64), "kernels")}
+    assert set(ALL_KERNELS) - found == {Linear}
+
+
+def parts(whole, name):
+    """What it is composed of, and itself."""
+    return [whole, *(x for part in getattr(whole, name, ()) for x in parts(part, name))]
 
 
 def changed(monkeypatch, change):

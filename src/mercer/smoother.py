@@ -3,10 +3,10 @@
     out_i = sum_{j in M(i)} w(q_i, k_j) v_j / sum_{j in M(i)} w(q_i, k_j)
     log_mass_i = log of the denominator
 
-w is a kernel, M a filter. `reference` is this formula, dense, and the specification of everything
-else; `smooth` gives the same numbers from the fastest backend that takes the kernel. A row that
-sees nothing gives 0 and log_mass = -inf. NaN or infinity in an input gives NaN in the rows that
-see it, and nowhere else. The last query stands beside the last key.
+w is a kernel, M a filter. `reference` is this formula, dense. It specifies everything else.
+`smooth` gives the same numbers from the fastest backend that takes the kernel. A row that sees
+nothing gives 0 and log_mass = -inf. NaN or infinity in an input gives NaN in the rows that see it,
+and nowhere else. The last query is aligned with the last key.
 
 Letters, everywhere: B batch, H heads, Q queries, K keys, D features of a head, V values.
 """
@@ -14,6 +14,7 @@ Letters, everywhere: B batch, H heads, Q queries, K keys, D features of a head, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
@@ -68,13 +69,18 @@ def smooth(
             for a signed kernel, of its absolute value.
     """
     problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
+    return finish(problem, lambda: solve(problem, backend))
+
+
+def finish(problem: Problem, run: Callable[[], Smoothed]) -> Tensor | tuple[Tensor, Tensor]:
+    """What the user gets from `run`: the output, and log_mass where it was asked for."""
     if not torch.is_autocast_enabled(problem.v.device.type):
-        result = solve(problem, backend)
+        result = run()
     else:
         # The inputs are already cast; sums and numbers per key stay in float32.
         with torch.autocast(problem.v.device.type, enabled=False):
-            result = solve(problem, backend)
-    if not return_log_mass:
+            result = run()
+    if not problem.log_mass:
         return result.out
     assert result.log_mass is not None
     return result.out, result.log_mass
@@ -115,7 +121,7 @@ def solve(problem: Problem, backend: str) -> Smoothed:
         tasks = problem.tasks(seed)
         choice = dispatch.choose(tasks, backend)
         if choice.name != "reference":
-            if not dispatch.handles_nan(tasks, choice.name):
+            if not dispatch.BACKENDS[choice.name].keeps_nan(tasks):
                 cleaned = problem.cleaned()
                 tasks = tasks if cleaned is problem else cleaned.tasks(seed)
             return dispatch.run(tasks, choice.name)

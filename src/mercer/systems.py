@@ -44,12 +44,16 @@ class System:
     value: str
     filter: str
     builder: Builder
+    # The layer is a GaussianAttention: no projections, no cross-attention, and places by rotation.
+    gaussian: bool = False
+    # It has token kernels, on a base system.
+    token_kernels: bool = False
 
 
 SYSTEMS: dict[str, System] = {}
 
 
-def system(**parts: str) -> Callable[[Builder], Builder]:
+def system(**parts: Any) -> Callable[[Builder], Builder]:
     """Enter a builder into the table under its own name."""
 
     def enter(builder: Builder) -> Builder:
@@ -203,7 +207,10 @@ def tsai2019(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
     return _attention(d_model, num_heads, options, position=ProductKernel(), symmetric=True)
 
 
-@system(features="F", kernel="exp(-|f_q - f_k|^2 / 2 s_h^2)", value="f_k", filter="causal")
+@system(
+    features="F", kernel="exp(-|f_q - f_k|^2 / 2 s_h^2)", value="f_k", filter="causal",
+    gaussian=True,
+)  # fmt: skip
 def kundu2026(d_model: int, num_heads: int, **options: Any) -> GaussianAttention:
     """Gaussian Kernel Attention, without projections."""
     return GaussianAttention(d_model, num_heads, **options)
@@ -214,6 +221,7 @@ def kundu2026(d_model: int, num_heads: int, **options: Any) -> GaussianAttention
     kernel="that of the base: k_exp(f_q + t_q, f_k + t_k)",
     value="(f_k + t_k) W_v, then a convolution by the kernel of the token",
     filter="that of the base: all; causal in the decoder",
+    token_kernels=True,
 )
 def leng2026(
     d_model: int,
@@ -226,7 +234,7 @@ def leng2026(
 ) -> KernelAttention:
     """Token-Wise Kernels, on a base system."""
     builder = find(base).builder
-    if builder in (leng2026, kundu2026):
+    if is_gaussian(base) or has_token_kernels(base):
         raise ValueError(
             f"the base of leng2026 must be another system with keys of its own, not {base!r}"
         )
@@ -251,6 +259,16 @@ def find(name: str) -> System:
     if name not in SYSTEMS:
         raise ValueError(f"there is no system {name!r}; there are: {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
+
+
+def is_gaussian(name: str | None) -> bool:
+    """Whether a name is of a system whose layer is a GaussianAttention."""
+    return name in SYSTEMS and SYSTEMS[name].gaussian
+
+
+def has_token_kernels(name: str | None) -> bool:
+    """Whether a name is of a system with token kernels."""
+    return name in SYSTEMS and SYSTEMS[name].token_kernels
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,41 @@
-"""Backends: each runs a term, or says why it does not.
+"""Backends: each runs the terms of a call, or says why it does not.
 
-A backend is a module with `name`, `refuses(task)`, `memory(task)` and `run(task)`.
+A backend is a module that offers what `Backend` lists; dispatch/choose.py has one line for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..filters import Filter
 from ..term.learned import needs_gradient
+from ..term.mix import Smoothed
 from ..term.term import Term
 from .triton import filters as _clauses
+
+
+class Backend(Protocol):
+    """What the module of a backend offers."""
+
+    name: str
+    dense_mask: bool  # whether it forms the filter as a dense mask, where that hides a key
+
+    def refuses(self, task: Task) -> str | None:
+        """Why it cannot run this term, or None."""
+
+    def memory(self, task: Task) -> int:
+        """Bytes beyond the inputs and the output."""
+
+    def keeps_nan(self, tasks: Sequence[Task]) -> bool:
+        """Whether NaN stays in the rows that see it; if not, it gets cleaned inputs."""
+
+    def run(self, tasks: Sequence[Task]) -> list[Smoothed]:
+        """Results to mix: one for each term, or one for several terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +67,11 @@ class Task:
     @property
     def device(self) -> torch.device:
         return self.v.device
+
+    @property
+    def mask_elements(self) -> int:
+        """How large its filter is as a dense mask for SDPA, 0 if SDPA needs none."""
+        return self.filter.mask_elements(self.num_queries, self.num_keys)
 
     @property
     def clauses(self) -> _clauses.Clauses | str:

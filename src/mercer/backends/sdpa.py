@@ -1,20 +1,19 @@
 """torch's scaled_dot_product_attention for every term that is one plain dot product.
 
-The lift is exact: q' = [scale q, scale], k' = [k, col]. In half precision the number per key must
-not be rounded, so it is written as three numbers of that precision whose sum it is, and so is the
-scale that multiplies it.
+The lift is exact: q' = [scale q, scale], k' = [k, col]. In half precision a number per key and its
+scale are each split into three numbers of that precision, so that nothing is rounded.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..filters import Causal, Filter, Full
 from ..opaque.operators import fake, learns, operator
 from ..term.layout import accumulator, as_column, at_least, join, repeat
 from ..term.mix import Smoothed
@@ -22,6 +21,7 @@ from ..term.term import Term
 from . import Task
 
 name = "sdpa"
+dense_mask = True
 # The parts of a and b whose product is a b to three times the dtype's precision.
 PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
 # float16 ends at 65504; shifted by this, squared norms up to 1e7 fit.
@@ -52,25 +52,20 @@ def memory(task: Task) -> int:
     plain = _is_plain(task.term) and task.term.factors[0].width == task.v.shape[-1]
     width = 0 if plain else _width(task.term, task.v)
     lifted = task.batch * task.heads * width * (task.num_queries + 2 * task.num_keys) * size
-    return lifted + mask_elements(task) * (1 + size)
+    return lifted + task.mask_elements * (1 + size)
 
 
-def mask_elements(task: Task) -> int:
-    """How large a dense mask SDPA would need, 0 if none."""
-    return mask_size(task.filter, task.num_queries, task.num_keys)
+def keeps_nan(tasks: Sequence[Task]) -> bool:
+    """It spreads NaN, so it gets cleaned inputs."""
+    return False
 
 
-def mask_size(filter: Filter, num_queries: int, num_keys: int) -> int:
-    """The same, of a filter at these lengths."""
-    simple = filter.simplify(num_queries, num_keys)
-    square = num_queries == num_keys
-    if isinstance(simple, Full) or (isinstance(simple, Causal) and square):
-        return 0
-    rows = 1 if simple.same_for_all else num_queries
-    return (simple.batch or 1) * rows * num_keys
+def run(tasks: Sequence[Task]) -> list[Smoothed]:
+    """One call of SDPA for each term."""
+    return [_run(task) for task in tasks]
 
 
-def run(task: Task) -> Smoothed:
+def _run(task: Task) -> Smoothed:
     dtype, device = task.v.dtype, task.device
     q, k, scale = _lift(task.term, dtype)
     v = repeat(task.v, task.batch, task.v.shape[1])
@@ -193,7 +188,7 @@ def flash_with_mass(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
-    # Both lie token by token, whatever q does; a compiled graph must know how.
+    # A compiled graph must know the layout: contiguous for any layout of q.
     return out.contiguous(), lse.contiguous()
 
 

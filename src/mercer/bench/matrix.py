@@ -31,6 +31,7 @@ from ..kernels import (
     Polynomial,
     RationalQuadratic,
 )
+from ..kernels.entry import normal
 from ..testing.cases import Case, Shape, rounding_of
 from . import catalogue
 
@@ -41,14 +42,13 @@ SEEDS = 4
 RUNS = 3
 
 
-def _normal(*shape: int) -> torch.nn.Parameter:
-    generator = torch.Generator().manual_seed(7)
-    return torch.nn.Parameter(torch.randn(*shape, generator=generator))
+def _adaptive(heads: int, dim: int) -> Kernel:
+    return catalogue.build_kernel("adaptive", heads, dim)
 
 
 def _many(heads: int, dim: int) -> Kernel:
     slopes = torch.nn.Parameter(ALiBi.standard(heads))
-    return Exponential() * Lookup(_normal(9, dim)) * Buckets(_normal(8, heads)) * ALiBi(slopes)
+    return Exponential() * Lookup(normal(9, dim)) * Buckets(normal(8, heads)) * ALiBi(slopes)
 
 
 # Those of the benchmark, and what compiles code that they do not.
@@ -57,9 +57,11 @@ KERNELS: dict[str, Callable[[int, int], Kernel]] = {
     "rbf-fixed": lambda h, d: RBF(d**0.5, trainable=False),
     "rbf*rbf": lambda h, d: RBF(d**0.5) * RBF(d**0.5, on="position"),
     "alibi-learned": lambda h, d: Exponential() * ALiBi(torch.nn.Parameter(ALiBi.standard(h))),
-    "adaptive*alibi": lambda h, d: catalogue.build_kernel("adaptive", h, d) * ALiBi(ALiBi.standard(h)),
-    "lookup-per-head": lambda h, d: Exponential() * Lookup(_normal(h, 33, d)),
-    "rbf*lookup": lambda h, d: RBF(d**0.5, heads=h) * Lookup(_normal(129, d)),
+    "adaptive*alibi": lambda h, d: (
+        catalogue.build_kernel("adaptive", h, d) * ALiBi(ALiBi.standard(h))
+    ),
+    "lookup-per-head": lambda h, d: Exponential() * Lookup(normal(h, 33, d)),
+    "rbf*lookup": lambda h, d: RBF(d**0.5, heads=h) * Lookup(normal(129, d)),
     "lookup*buckets*alibi": _many,
     "polynomial-4": lambda h, d: Polynomial(4),
     "matern-1/2": lambda h, d: Matern(0.5, d**0.5, heads=h),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from ..backends import sdpa
 from ..dispatch import rules
 from ..dispatch.choose import BACKENDS
 from ..dispatch.rules import Rule
@@ -96,7 +95,7 @@ def as_rules(findings: list[Finding], settings: Settings) -> list[Rule]:
 
 
 def _rule(finding: Finding, workload: Workload, settings: Settings) -> Rule:
-    masked = sdpa.mask_size(workload.build_filter(), workload.queries, workload.length) > 0
+    masked = workload.build_filter().mask_elements(workload.queries, workload.length) > 0
     passes = "forward" if settings.forward_only else "forward and backward"
     what = "one query" if settings.decode else settings.filter
     where = f"{device_name(settings.device)}, {finding.shape} {settings.dtype} {what}"

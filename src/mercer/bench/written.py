@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import Task, flex
+from ..backends import Task
 from ..backends.chunked.blocks import by_distance
+from ..backends.flex import backend as flex
+from ..backends.flex.lower import lower
 from ..dispatch.problem import prepare
 from ..kernels import RBF
 from ..term.layout import accumulator
@@ -99,7 +101,7 @@ class FlexScored(Peer):
         return super().settle(given, forward_only=forward_only)
 
     def smooth(self, given: Inputs) -> Tensor:
-        return flex.run(_task(given)).out
+        return flex.run([_task(given)])[0].out
 
 
 class Eager(Peer):
@@ -144,7 +146,7 @@ class EagerScored(Peer):
         size = task.batch * task.heads, task.num_queries, task.num_keys
         if task.device.type == "cpu":
             refuse_to_swap(6 * math.prod(size) * accumulator(task.v.dtype).itemsize)
-        x = flex.lower(task)
+        x = lower(task)
         scores = (x.q @ x.k.mT).float()
         if x.link is not None:
             scores = scores if x.col is None else scores + x.col[:, :, None]

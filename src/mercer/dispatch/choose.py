@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
-from ..backends import Task, flex, sdpa
+from ..backends import Backend, Task, sdpa
 from ..backends.chunked import backend as chunked
+from ..backends.flex import backend as flex
 from ..backends.polynomial import backend as linear
 from ..backends.triton import backend as triton
 from ..term.mix import Smoothed, mix
 from . import rules
-
-
-class Backend(Protocol):
-    """What a backend's module offers."""
-
-    name: str
-
-    def refuses(self, task: Task) -> str | None: ...
-
-    def memory(self, task: Task) -> int: ...
-
-    def run(self, task: Task) -> Smoothed: ...
-
 
 # The order in which "auto" tries them is in rules.json; the reference takes everything.
 BACKENDS: dict[str, Backend] = {
@@ -87,14 +75,10 @@ def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
     return None
 
 
-def handles_nan(tasks: tuple[Task, ...], name: str) -> bool:
-    """Whether it keeps NaN to the rows that see it by itself; if not, it gets cleaned inputs."""
-    return name == triton.name or (name == linear.name and all(map(linear.fused, tasks)))
-
-
 def kernels(tasks: tuple[Task, ...], name: str) -> str:
-    """Which kernels a backend runs, where it has several."""
-    return triton.kernels(tasks[0].device) if name == triton.name else ""
+    """Which kernels a backend runs, where it has several and says so."""
+    say = getattr(BACKENDS[name], "kernels", None)
+    return "" if say is None else say(tasks[0].device)
 
 
 def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:
@@ -102,20 +86,18 @@ def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:
     reasons = {}
     for name, backend in BACKENDS.items():
         if name != chosen:
-            reasons[name] = _refusal(backend, tasks) or _passed_over(name, tasks)
+            reasons[name] = _refusal(backend, tasks) or _passed_over(backend, tasks)
     if chosen != "reference":
         reasons["reference"] = "it could run; it is dense and slow, for checking"
     return reasons
 
 
-def _passed_over(name: str, tasks: tuple[Task, ...]) -> str:
-    elements = sdpa.mask_elements(tasks[0]) if name == "sdpa" else 0
+def _passed_over(backend: Backend, tasks: tuple[Task, ...]) -> str:
+    elements = tasks[0].mask_elements if backend.dense_mask else 0
     needs = f", with a dense mask of {elements:,} elements" if elements else ""
     return f"it could run{needs}; another comes first"
 
 
 def run(tasks: tuple[Task, ...], name: str) -> Smoothed:
     """All terms on one backend, mixed by their masses."""
-    if name == triton.name:
-        return mix(triton.run_all(tasks))
-    return mix([BACKENDS[name].run(task) for task in tasks])
+    return mix(BACKENDS[name].run(tasks))

@@ -1,4 +1,4 @@
-"""A call of `smooth`, checked: what came is named in the error, and what was expected."""
+"""A call of `smooth`, checked. Errors name what came and what was expected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .choose import NAMES
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What to smooth, with all shapes known to fit."""
+    """The checked arguments of a call."""
 
     kernel: Kernel
     q: Features
@@ -29,12 +29,12 @@ class Problem:
     batch: int
     dropout_p: float
     log_mass: bool
-    # What was not finite is zero here and marked, so that no gradient is spoiled by it.
+    # Features and values that were not finite are zero, and marked here. So gradients stay finite.
     bad_queries: Tensor | None = None  # [B or 1, H, Q]
     bad_keys: Tensor | None = None  # [B or 1, H, K]
 
     def cleaned(self) -> Problem:
-        """The same problem with what is not finite set to zero and marked."""
+        """The same problem with NaN and infinity set to zero and marked."""
         q, k, v, heads = self.q, self.k, self.v, self.q.heads
         if not _may_be_broken(q, k, v):
             return self
@@ -109,10 +109,10 @@ def check_options(filter: object, backend: str, dropout_p: float) -> None:
 
 @torch.no_grad()
 def _may_be_broken(q: Features, k: Features, v: Tensor) -> bool:
-    # A look at the data would stall an accelerator, and a graph has no branches: take it as read.
+    # To look at the data would synchronise with a GPU, and a graph has no branches.
     if torch.compiler.is_compiling() or v.device.type != "cpu":
         return True
-    # A sum is finite only if everything is, and one pass without a copy finds it.
+    # A sum is finite only if all its parts are; one pass without a copy.
     tensors = (*q.tensors(), *k.tensors(), v)
     return not all(bool(x.sum(dtype=accumulator(x.dtype)).isfinite()) for x in tensors)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import Task, sdpa
+from ..backends import Task
 from ..term.layout import accumulator
 from ..term.links import Power
 from ..term.term import Term
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When it fits, which backends to try, and where that comes from; None means: whatever."""
+    """When it fits, which backends to try, and where that was measured; None: no condition."""
 
     kind: str | None = None
     half: bool | None = None
@@ -120,7 +120,7 @@ def describe(tasks: tuple[Task, ...]) -> Call:
         keys=task.num_keys,
         features=max([0, *(f.width for task in tasks for f in task.term.factors)]),
         values=task.v.shape[-1],
-        mask=sdpa.mask_elements(task),
+        mask=task.mask_elements,
     )
 
 

@@ -123,6 +123,15 @@ class Filter(Spec):
         """The dense mask, with one row where all rows are equal."""
         return self.mask(1 if self.same_for_all else num_queries, num_keys, device)
 
+    def mask_elements(self, num_queries: int, num_keys: int) -> int:
+        """How many elements the mask of `sdpa` has, 0 where it needs none."""
+        simple = self.simplify(num_queries, num_keys)
+        square = num_queries == num_keys
+        if isinstance(simple, Full) or (isinstance(simple, Causal) and square):
+            return 0
+        rows = 1 if simple.same_for_all else num_queries
+        return (simple.batch or 1) * rows * num_keys
+
     def mask_mod(
         self, num_queries: int, num_keys: int
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

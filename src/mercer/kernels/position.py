@@ -12,7 +12,7 @@ from ..memory.constants import constant
 from ..term.biases import Relative, Scored, Slope
 from ..term.features import Features, Input
 from ..term.layout import accumulator
-from ..term.sinusoids import Turned, coefficients, run_of_sinusoids, waves
+from ..term.sinusoids import Turned, coefficients, waves
 from ..term.term import Term
 from .base import Kernel
 from .dot import Exponential
@@ -101,19 +101,6 @@ class Lookup(Positional):
         return f"exp(<{'q' if self.on == 'content' else f'q.{self.on}'}, a(i-j)> {scale})"
 
 
-# More sinusoids than these are more features than a fused kernel takes. On these devices they
-# become scores of all distances then, where there are not more keys or scores than this.
-WIDE, DEVICES, MOST_KEYS, MOST_SCORES = 256, ("cuda",), 8192, 2**32
-
-
-@torch.compiler.assume_constant_result
-def most_scores(device: torch.device) -> int:
-    """Scores and their gradients, two bytes each, leave three quarters of a device to others."""
-    if device.type != "cuda":
-        return MOST_SCORES
-    return min(MOST_SCORES, torch.cuda.get_device_properties(device).total_memory // 16)
-
-
 class RelativeSinusoid(Positional):
     """exp(sum_p c_{2p} sin((i-j) w_p) + c_{2p+1} cos((i-j) w_p)), w_p = base^(-2p/P).
 
@@ -155,31 +142,11 @@ class RelativeSinusoid(Positional):
         )
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        num_keys = Features.of(k).length
-        if (scored := self._scored(q, num_keys)) is not None:
-            return (Term(biases=(scored,)),)
         turned = Turned(
-            asking=self._asking(q), weight=self.weight, base=self.base, num_keys=num_keys
-        )
+            asking=self._asking(q), weight=self.weight, base=self.base,
+            num_keys=Features.of(k).length,
+        )  # fmt: skip
         return (Term(factors=(turned,)),)
-
-    def _scored(self, q: Input, num_keys: int) -> Scored | None:
-        """<x_i, weight sinusoid(d)> of every distance d, where that is better than features."""
-        x = self._asking(q)
-        if self.weight is None or self.weight.shape[-1] <= WIDE or x.device.type not in DEVICES:
-            return None
-        batch, heads, num_queries, _ = x.shape
-        if num_keys > MOST_KEYS or batch * heads * num_queries * num_keys > most_scores(x.device):
-            return None
-        weight = self.weight
-
-        def form(first: int) -> Tensor:
-            # One more each way than there are: then no distance stands for those beyond it.
-            wide = x.dtype != torch.bfloat16
-            rows = run_of_sinusoids(first, num_keys + 1, weight.shape[-1], self.base, x, wide=wide)
-            return rows @ weight.to(x.dtype).mT
-
-        return Scored(q=x, form=form, clip=num_keys, source=weight)
 
     def _asking(self, q: Input) -> Tensor:
         """The queries' part, [B, H, Q, P], or with a weight [B, H, Q, D]."""

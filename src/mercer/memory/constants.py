@@ -1,7 +1,7 @@
-"""Tensors that are the same in every call, such as sinusoids of places, kept for the next one.
+"""A cache of tensors that depend on shapes alone, such as sinusoids of places.
 
-On a GPU each of the small steps that form them takes the host longer than the device, and a graph
-that is captured would take them in every run.
+To form one takes several small kernels, whose launches cost more than their work. A captured CUDA
+graph would run them at every replay.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# How many are kept, of those that are not larger than so many bytes; and how many bytes at most are
-# kept for good, for captured graphs.
+# The cache holds MOST tensors of at most LARGEST bytes each. Tensors that captured graphs read are
+# never freed; they may take FOR_GRAPHS bytes in all.
 MOST, LARGEST, FOR_GRAPHS = 16, 2**23, 2**28
-# Whether a captured graph can wait for what was told to a stream before: not known of ROCm.
+# Whether a captured graph can wait for an event that was recorded before it; not tested on ROCm.
 WAITS = torch.version.hip is None
 
 
 class Kept(NamedTuple):
-    """A tensor, and when it lies in memory; None where it does as soon as it is made."""
+    """A tensor, and the event after which it can be read; None on a CPU."""
 
     tensor: Tensor
     formed: torch.cuda.Event | None
 
 
 _kept: OrderedDict[tuple[Hashable, ...], Kept] = OrderedDict()
-# Those that captured graphs read, whatever stream they were made on.
+# The tensors that captured graphs read, of all streams.
 _for_graphs: dict[tuple[Hashable, ...], Kept] = {}
 _lock = threading.Lock()
 
 
 def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """make(), or what it gave for the same key before; nobody may write to it or learn it."""
-    # Compiled graphs form what they need.
+    """make(), or its result for the same key in an earlier call; nothing may write to it."""
+    # A compiled graph forms the tensor itself.
     if torch.compiler.is_compiling():
         return make()
     stream = 0
-    # What was made in inference mode cannot take part in a gradient.
+    # A tensor made in inference mode cannot be saved for a backward.
     inference = torch.is_inference_mode_enabled()
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             found = _captured((key, device, inference)) if WAITS else None
             return make() if found is None else found
-        # Another stream would have to wait for this one.
+        # One entry for each stream, so that no stream waits for another.
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     place = (key, device, inference, stream)
     with _lock:
@@ -65,7 +65,7 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
-    """What a stream of the device has been told to do by now, for others to wait for."""
+    """An event after all work that the current stream has by now."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(external=WAITS)
@@ -74,10 +74,10 @@ def _now(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _captured(place: tuple[Hashable, ...]) -> Tensor | None:
-    """One that was made before, for a graph that is captured; None if there is none.
+    """A cached tensor for the graph that is being captured; None if there is none.
 
-    The graph may run as long as the process does, so it is never let go, and each run waits until
-    it has been formed.
+    The graph may run as long as the process does, so the tensor is never freed. Each replay waits
+    until the tensor has been formed.
     """
     with _lock:
         found = _for_graphs.get(place)

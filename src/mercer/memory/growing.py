@@ -1,16 +1,16 @@
-"""A tensor that grows at its end: a step of decoding must not copy all that a cache has seen."""
+"""A tensor that grows at its end, so that a step of decoding does not copy the whole cache."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# What a new buffer has in reserve: this part of its length, and at least so many places.
+# A new buffer has this share of its length in reserve, and at least LEAST places.
 SPARE, LEAST = 0.25, 64
 
 
 class _Buffer:
-    """Memory that several `Growing` may begin in; beyond `used` it is nobody's yet."""
+    """Memory that several `Growing` may share; places from `used` on are free."""
 
     def __init__(self, whole: Tensor, used: int) -> None:
         self.whole, self.used = whole, used
@@ -19,9 +19,9 @@ class _Buffer:
 class Growing:
     """The first places of a buffer along one dimension.
 
-    What is there never changes: what is appended is written behind it where nobody has written yet,
-    else to a new buffer. So copies, and what was cropped, may go on in different ways. Gradients,
-    and graphs that are compiled, go through a plain concatenation.
+    Written places never change. An append goes to free places of the buffer, or to a new buffer if
+    another `Growing` has used them. So copies and cropped caches can continue independently. With
+    gradients, and in compiled graphs, an append is a plain concatenation.
     """
 
     def __init__(self, x: Tensor, dim: int) -> None:
@@ -34,7 +34,7 @@ class Growing:
         return whole if whole.shape[self.dim] == self.length else self._first(self.length)
 
     def append(self, x: Tensor) -> None:
-        """x after what is there; a dimension of 1 on one side is that of the other."""
+        """Append x; other dimensions of size 1 are expanded."""
         before, dim = self.tensor, self.dim
         shape = [max(a, b) for a, b in zip(before.shape, x.shape, strict=True)]
         shape[dim] = before.shape[dim] + x.shape[dim]
@@ -50,7 +50,7 @@ class Growing:
         self.length = shape[dim]
 
     def crop(self, length: int) -> None:
-        """Forget all but the first places."""
+        """Keep the first places only."""
         self.length = min(self.length, length)
 
     def reorder(self, index: Tensor) -> None:
@@ -63,7 +63,7 @@ class Growing:
 
     def _has_room(self, shape: list[int]) -> bool:
         buffer, whole, dim = self._buffer, self._buffer.whole, self.dim
-        # What inference mode made may only be written there, and what has a gradient nowhere.
+        # Tensors made in inference mode may be written in that mode only.
         mine = torch.is_inference_mode_enabled() or not whole.is_inference()
         same = [a == b for a, b in zip(whole.shape, shape, strict=True)]
         del same[dim]
@@ -76,7 +76,7 @@ class Growing:
         )
 
     def _move(self, shape: list[int]) -> None:
-        """To a buffer with room for this shape and to spare."""
+        """Copy to a new buffer with room for this shape and a reserve."""
         before = self.tensor.detach()
         roomy = list(shape)
         roomy[self.dim] += max(LEAST, int(SPARE * shape[self.dim]))

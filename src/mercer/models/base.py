@@ -17,7 +17,8 @@ from ..nn import KernelAttention, Learned, Sinusoid, TokenKernels
 from .block import Block, is_known, leading_zeros, make_norm
 from .cache import KernelCache
 from .config import KernelConfig
-from .parts import Parts, Place, build, most_places, restart
+from .parts import Parts, Place, build, most_places
+from .starts import restart
 
 # How often each block may be compiled: for other lengths, with and without gradients, and so on.
 VARIANTS = 4

@@ -72,7 +72,8 @@ def token_kernels(layers: Sequence[Parts], vocab_size: int) -> TokenKernels | No
         asked = parts.system_options.get("vocab_size", vocab_size)
         if asked != vocab_size:
             raise ValueError(
-                f"vocab_size of leng2026 must be the model's {vocab_size}, but came as {asked}"
+                f"vocab_size of {parts.system} must be the model's {vocab_size}, "
+                f"but came as {asked}"
             )
     return TokenKernels(vocab_size, **(each[0].tokens or {}))
 

@@ -18,8 +18,9 @@ from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, rea
 from .block import Block, norm_of
 from .cache import KernelCache
 from .config import token_kernels
+from .filters import with_padding
 from .lm_config import KernelLMConfig
-from .parts import Place, with_padding
+from .parts import Place
 
 
 class KernelLM(KernelModel, Decoding, GenerationMixin):

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import initialization as init
 
 from .. import parse, systems
 from ..explain import width
-from ..filters import Causal, Filter, Fixed, Full
-from ..filters.base import Joined
+from ..filters import Causal, Filter, Full
 from ..kernels import Kernel
 from ..nn import (
     Grid2D,
@@ -33,11 +32,11 @@ from ..nn import (
 )
 from ..systems import Attention
 from ..term.biases import Scored
+from .filters import join
+from .starts import remember_start
 
 Role = Literal["decoder", "encoder", "cross"]
 TOKEN_OPTIONS = ("size", "on", "heads", "layers", "temperature", "boundary", "start")
-# Parameters of more numbers are drawn anew rather than kept beside the model.
-KEPT = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,7 @@ class Parts:
     @property
     def tokens(self) -> dict[str, Any] | None:
         """The options of the token kernels, None where there are none."""
-        if self.system != "leng2026":
+        if not systems.has_token_kernels(self.system):
             return None
         return {n: x for n, x in self.system_options.items() if n in TOKEN_OPTIONS}
 
@@ -119,13 +118,13 @@ def build(parts: Parts, place: Place) -> Attention:
 
 def _build(parts: Parts, place: Place) -> Attention:
     options = _options(parts)
-    if parts.system == "kundu2026":
-        layer = _gaussian(options, place)
+    if parts.system is not None and systems.is_gaussian(parts.system):
+        layer = _gaussian(parts.system, options, place)
     else:
         layer = _kernel_attention(parts, options, place)
     layer.filter = _filter(layer.filter, parts, place)
     layer.cost = _try(layer)  # type: ignore[assignment]
-    _remember_start(layer)
+    remember_start(layer)
     if isinstance(layer, KernelAttention) and layer.tokens is not None:
         _lend(layer, layer.tokens)
     return layer
@@ -144,32 +143,32 @@ def _options(parts: Parts) -> dict[str, Any]:
     return options
 
 
-def _gaussian(options: dict[str, Any], place: Place) -> Attention:
+def _gaussian(name: str, options: dict[str, Any], place: Place) -> Attention:
     if place.role == "cross":
-        raise ValueError("kundu2026 has no cross-attention: its queries are its keys")
+        raise ValueError(f"{name} has no cross-attention: its queries are its keys")
     position = options.pop("position", None)
     if isinstance(position, Rotary):
         options["rotary"] = position
     elif position is not None and not isinstance(position, NoPosition):
         raise ValueError(
-            f"the position of kundu2026 must be Rotary() or NoPosition(), but came as {position}"
+            f"the position of {name} must be Rotary() or NoPosition(), but came as {position}"
         )
-    for name in ("kernel", "value"):
-        if name in options:
+    for part in ("kernel", "value"):
+        if part in options:
             raise ValueError(
-                f"kundu2026 has a {name} of its own: leave it out, or name another system"
+                f"{name} has a {part} of its own: leave it out, or name another system"
             )
     if isinstance(options.get("rotary"), int | float) and options["rotary"] is not True:
         options["rotary"] = Rotary(options["rotary"]) if options["rotary"] else False
     options = {"normalize": not place.normalized} | options
-    return _call("kundu2026", place, options)
+    return _call(name, place, options)
 
 
 def _kernel_attention(parts: Parts, options: dict[str, Any], place: Place) -> Attention:
     name = parts.system
     options = {**place.shape, **options}
     base = name
-    if name == "leng2026":
+    if systems.has_token_kernels(name):
         base = options.get("base", "vaswani2017")
         options.pop("vocab_size", None)
         options |= {"tokens": place.tokens, "layer": place.layer}
@@ -254,30 +253,6 @@ def _filter(own: Filter, parts: Parts, place: Place) -> Filter:
     return join(own if asked else Full(), place.window)
 
 
-def join(*filters: Filter | None) -> Filter:
-    """What all filters let through, written as simply as it goes."""
-    kept = [f for f in filters if f is not None and not isinstance(f, Full)]
-    if any(f.causal and not isinstance(f, Causal) for f in kept):
-        kept = [f for f in kept if not isinstance(f, Causal)]
-    whole: Filter | None = None
-    for f in kept:
-        if f != whole:
-            whole = f if whole is None else whole & f
-    return Full() if whole is None else whole
-
-
-def with_padding(own: Filter, padding: Filter | None, offset: Tensor | None) -> Filter | None:
-    """A layer's filter with that of the batch; None where the layer's own is enough."""
-    if padding is None:
-        return None
-    each = own.filters if isinstance(own, Joined) else (own,)
-    if offset is not None and any(isinstance(f, Fixed) for f in each):
-        raise ValueError(
-            "Fixed counts its blocks from the first place, so padding must be on the right"
-        )
-    return join(own, padding)
-
-
 def _check_cross(layer: Attention) -> None:
     if layer.joined_kernel.relative:
         raise ValueError(
@@ -325,31 +300,6 @@ def _like(tokens: TokenKernels | None) -> TokenKernels | None:
         1, tokens.size, on=tokens.on, heads=tokens.heads, layers=tokens.layers,
         temperature=tokens.temperature, boundary=tokens.boundary, start=tokens.start,
     )  # fmt: skip
-
-
-def _remember_start(layer: Attention) -> None:
-    """Where parameters of kernels and positions start, for a model whose memory is filled later."""
-    for module in layer.modules():
-        if isinstance(module, nn.Linear | nn.Embedding | TokenKernels):
-            continue
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if own:
-            module.starts = {  # type: ignore[assignment]
-                name: x.detach().cpu().clone() if x.numel() <= KEPT else float(x.detach().std())
-                for name, x in own
-            }
-
-
-@torch.no_grad()
-def restart(module: nn.Module) -> None:
-    """The parameters of a kernel or a position back to their start."""
-    starts: dict[str, Tensor | float] = module.starts  # type: ignore[assignment]
-    for name, start in starts.items():
-        x = getattr(module, name)
-        if isinstance(start, float):
-            init.normal_(x, std=start)
-        else:
-            init.copy_(x, start.to(x.device, x.dtype))
 
 
 def most_places(layer: nn.Module) -> int | None:

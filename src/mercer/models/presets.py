@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .. import parse
+from .. import parse, systems
 from .lm_config import KernelLMConfig
 from .translator_config import KernelTranslatorConfig
 from .vit_config import KernelViTConfig
@@ -145,7 +145,7 @@ def lm(
         if system is not None:
             # The position is the system's; rotation and value embeddings are not for all.
             fields.pop("position")
-        if system == "kundu2026":
+        if systems.is_gaussian(system):
             fields |= {"normalize": False, "value_embeddings": False}
     elif depth != 20:
         raise ValueError(f"depth is a knob of nano, but came with {name!r}: use num_layers")
@@ -177,7 +177,7 @@ def vit(name: str = "tiny", *, system: str | None = None, **overrides: Any) -> K
     fields = _find(VIT, name, "vision")
     if system is None:
         fields["position"] = "grid"
-    elif system == "kundu2026":
+    elif systems.is_gaussian(system):
         fields["input_position"] = "learned"
     return KernelViTConfig(**_with(fields, system, None, overrides))
 

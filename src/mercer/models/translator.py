@@ -22,7 +22,8 @@ from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, rea
 from .block import Block
 from .cache import KernelCache
 from .config import token_kernels
-from .parts import Place, Role, build, join, with_padding
+from .filters import join, with_padding
+from .parts import Place, Role, build
 from .translator_config import KernelTranslatorConfig
 
 IGNORED = -100
@@ -94,7 +95,9 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         blocks = []
         for n, (own, towards) in enumerate(zip(layers, config.cross_parts(), strict=True)):
             if towards.tokens is not None:
-                raise ValueError("token kernels are for self-attention: leng2026 has no cross part")
+                raise ValueError(
+                    f"token kernels are for self-attention: {towards.system} has no cross part"
+                )
             cross = build(towards, self.place("cross", n, self))
             assert isinstance(cross, KernelAttention)
             blocks.append(self.make_block(own, self.place("decoder", n, self), cross=cross))

@@ -88,8 +88,11 @@ class KernelViTConfig(KernelConfig):
         if pooling not in ("class", "mean"):
             raise ValueError(f"pooling must be 'class' or 'mean', but came as {pooling!r}")
         super().__init__(**kwargs)
-        if any(parts.tokens is not None for parts in self.layer_parts()):
-            raise ValueError("leng2026 has kernels of tokens, and an image has no tokens")
+        for parts in self.layer_parts():
+            if parts.tokens is not None:
+                raise ValueError(
+                    f"{parts.system} has kernels of tokens, and an image has no tokens"
+                )
 
     @property
     def side(self) -> int:

@@ -16,8 +16,18 @@ from ..filters import Filter, Full
 from ..kernels import Exponential, Kernel
 from ..smoother import smooth
 from ..term.features import Features
-from ..tokenwise.vicinity import continue_vicinity, num_cut, refuses_fused, vicinity
+from ..tokenwise.decoding import continue_vicinity
+from ..tokenwise.taps import num_cut
+from ..tokenwise.vicinity import refusal, vicinity
 from .cache import Cache, SegmentMemory
+from .checks import (
+    check_inputs,
+    check_parts,
+    check_sizes,
+    check_steps,
+    check_symmetric,
+    check_tokens,
+)
 from .positions import Position, place
 from .tokens import TokenKernels
 
@@ -70,25 +80,16 @@ class KernelAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         context_dim = d_model if context_dim is None else context_dim
         check_sizes(d_model, num_heads, num_kv_heads, head_dim, context_dim)
-        if value not in ("content", "content+position"):
-            raise ValueError(
-                f"value must be 'content' or 'content+position', but came as {value!r}"
-            )
-        if symmetric and (num_kv_heads != num_heads or context_dim != d_model):
-            raise ValueError(
-                "symmetric=True has one projection for queries and keys, so num_kv_heads must be "
-                f"{num_heads} and context_dim {d_model}, but came as {num_kv_heads} and "
-                f"{context_dim}"
-            )
-        if kernel is not None and not isinstance(kernel, Kernel):
-            raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
+        check_parts(value, kernel)
+        if symmetric:
+            check_symmetric(num_heads, num_kv_heads, d_model, context_dim)
         check_options(filter, backend, dropout)
         head_dim = d_model // num_heads if head_dim is None else head_dim
         self.d_model, self.num_heads, self.head_dim = d_model, num_heads, head_dim
         self.num_kv_heads, self.context_dim = num_kv_heads, context_dim
         self.tied, self.value_function = symmetric, value
         self.filter, self.dropout, self.backend = filter, dropout, backend
-        _check_tokens(tokens, num_heads, num_kv_heads)
+        check_tokens(tokens, num_heads, num_kv_heads)
         self.tokens, self.layer, self.normalize = tokens, layer, normalize
 
         self.position = place(position, d_model, num_heads, head_dim)
@@ -185,34 +186,19 @@ class KernelAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         if cache is not None and q.length < k.length and not dropout_p:
             out = continue_vicinity(
-                q,
-                k,
-                v,
-                ready=cache.convolved,
+                q, k, v, ready=cache.convolved,
                 taps=lambda start: tokens.taps(token_ids[:, start:], self.layer),
-                size=tokens.size,
-                normalize=tokens.temperature,
-                boundary=tokens.boundary,
-                kernel=self.joined_kernel,
-                filter=filter,
-                backend=self.backend,
-            )
+                size=tokens.size, normalize=tokens.temperature, boundary=tokens.boundary,
+                kernel=self.joined_kernel, filter=filter, backend=self.backend,
+            )  # fmt: skip
             if out is not None:
                 return out
         taps = tokens.taps(token_ids, self.layer)
         return vicinity(
-            q,
-            k,
-            v,
-            key_taps=taps.keys,
-            value_taps=taps.values,
-            normalize=tokens.temperature,
-            boundary=tokens.boundary,
-            kernel=self.joined_kernel,
-            filter=filter,
-            backend=self.backend,
-            dropout_p=dropout_p,
-        )
+            q, k, v, key_taps=taps.keys, value_taps=taps.values, normalize=tokens.temperature,
+            boundary=tokens.boundary, kernel=self.joined_kernel, filter=filter,
+            backend=self.backend, dropout_p=dropout_p,
+        )  # fmt: skip
 
     @property
     def has_token_kernels(self) -> bool:
@@ -243,8 +229,8 @@ class KernelAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         cut, fused = 0, False
         if self.tokens is not None and self.has_token_kernels:
-            cut = num_cut(self.tokens.boundary, filter, self.tokens.size)
-            refused = refuses_fused(self.joined_kernel, q, k, v, filter, dropout_p)
+            cut = num_cut(self.tokens.boundary, filter.causal, self.tokens.size)
+            refused = refusal(self.joined_kernel, q, k, v, filter, dropout_p)
             fused = self.backend == "auto" and refused is None
         said = explain(
             self.joined_kernel,
@@ -274,7 +260,7 @@ class KernelAttention(nn.Module):
 
         With a `SegmentMemory`, `token_ids` are those of the memory and of x.
         """
-        self._check(x, context, cache)
+        check_inputs(x, context, cache, self.d_model, self.context_dim)
         filter = self.filter if filter is None else filter
         check_options(filter, self.backend, self.dropout)
         if context is not None:
@@ -312,7 +298,7 @@ class KernelAttention(nn.Module):
         if isinstance(cache, SegmentMemory):
             raise ValueError("a SegmentMemory is for self-attention; the context has its own")
         if cache is not None:
-            self._check_steps(filter)
+            check_steps(self.joined_kernel, filter)
         before = 0 if cache is None else cache.places
         q = self._queries(x, torch.arange(before, before + x.shape[1], device=x.device))
         if cache is None or cache.length == 0:
@@ -325,19 +311,6 @@ class KernelAttention(nn.Module):
         if cache is not None:
             cache.asked = before + x.shape[1]
         return q, k, v
-
-    def _check_steps(self, filter: Filter) -> None:
-        """The last query stands beside the last key: in a context, it moves with every step."""
-        if self.joined_kernel.relative:
-            raise ValueError(
-                "this kernel counts i - j, which cross-attention cannot decode step by step; "
-                "use NoPosition, DirectSum or ProductKernel, and a kernel of the features alone"
-            )
-        if not filter.same_for_all:
-            raise ValueError(
-                "cross-attention with a cache needs a filter that is the same for all queries, "
-                f"such as Full() or Padding(lengths), but came with {filter}"
-            )
 
     def _queries(self, x: Tensor, places: Tensor) -> Features:
         q = self._heads(self.query(self.position.add(x, places)), self.num_heads)
@@ -365,36 +338,8 @@ class KernelAttention(nn.Module):
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
 
-    def _check(self, x: Tensor, context: Tensor | None, cache: object) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x must be [B, T, {self.d_model}], but came as {list(x.shape)}")
-        if context is not None and (context.dim() != 3 or context.shape[-1] != self.context_dim):
-            raise ValueError(
-                f"context must be [B, T, {self.context_dim}], but came as {list(context.shape)}"
-            )
-        if context is None and self.context_dim != self.d_model:
-            raise ValueError(
-                f"this module attends to a context of width {self.context_dim}; none was given"
-            )
-        if cache is not None and not isinstance(cache, Cache | SegmentMemory):
-            raise ValueError(
-                f"cache must be a Cache or a SegmentMemory, but came as {type(cache).__name__}"
-            )
-
     def extra_repr(self) -> str:
         return f"value={self.value_function!r}, filter={self.filter}, symmetric={self.tied}"
-
-
-def _check_tokens(tokens: object, num_heads: int, num_kv_heads: int) -> None:
-    if tokens is None:
-        return
-    if not isinstance(tokens, TokenKernels):
-        raise ValueError(f"tokens must be TokenKernels, but came as {type(tokens).__name__}")
-    if tokens.heads not in (None, 1, num_kv_heads, num_heads):
-        raise ValueError(
-            f"tokens has kernels for {tokens.heads} heads, but the layer has {num_heads}, "
-            f"and {num_kv_heads} for keys and values"
-        )
 
 
 def _describe(tokens: TokenKernels, cut: int, fused: bool) -> str:
@@ -403,18 +348,3 @@ def _describe(tokens: TokenKernels, cut: int, fused: bool) -> str:
     said = f"{what} by {tokens.size} taps a token; a query sees {near} cut"
     said = f"{said} ({tokens.boundary}), beside the call below" if cut else said
     return f"{said}; all of it is one function around flash attention" if fused else said
-
-
-def check_sizes(
-    d_model: int, num_heads: int, num_kv_heads: int, head_dim: int | None, context_dim: int
-) -> None:
-    """Raise ValueError for sizes that do not fit each other."""
-    sizes = {"d_model": d_model, "num_heads": num_heads, "context_dim": context_dim}
-    sizes |= {} if head_dim is None else {"head_dim": head_dim}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, but came as {size}")
-    if head_dim is None and d_model % num_heads:
-        raise ValueError(f"d_model {d_model} does not divide into {num_heads} heads")
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}")

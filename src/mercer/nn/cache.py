@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..memory.growing import Growing
 from ..term.features import Features
-from ..tokenwise.vicinity import Convolved
+from ..tokenwise.decoding import Convolved
 
 
 class Cache:

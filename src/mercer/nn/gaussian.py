@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..dispatch.problem import check_options
 from ..explain import Explanation, explain
-from ..filters import Causal, Filter, Window
+from ..filters import Causal, Filter
 from ..kernels import Kernel
 from ..kernels.distance import Bandwidth, read_bandwidth, squared_distance
 from ..smoother import smooth
@@ -23,8 +23,8 @@ from ..term.factors import BEND, Apart, LogScale, Steered
 from ..term.features import Features, Input
 from ..term.layout import accumulator
 from ..term.term import Term
-from .attention import check_sizes
 from .cache import Cache, SegmentMemory
+from .checks import check_inputs, check_sizes
 from .positions import Rotary, place
 from .report import Report, measure
 
@@ -182,7 +182,7 @@ class GaussianAttention(nn.Module):
         cache: Cache | SegmentMemory | None = None,
     ) -> tuple[Features, Features, Tensor, Filter]:
         """The arguments of `smooth`: queries, keys, values and the filter."""
-        self._check(x, cache)
+        check_inputs(x, None, cache, self.d_model, self.d_model)
         filter = self.filter if filter is None else filter
         check_options(filter, self.backend, self.dropout)
         if self.normalize:
@@ -237,14 +237,6 @@ class GaussianAttention(nn.Module):
         low, high = self.bounds[0] + BEND, self.bounds[1] - BEND
         return [self.trainable and not low <= log <= high for log in self.log_bandwidth.tolist()]
 
-    def _check(self, x: Tensor, cache: object) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x must be [B, T, {self.d_model}], but came as {list(x.shape)}")
-        if cache is not None and not isinstance(cache, Cache | SegmentMemory):
-            raise ValueError(
-                f"cache must be a Cache or a SegmentMemory, but came as {type(cache).__name__}"
-            )
-
     def extra_repr(self) -> str:
         return (
             f"{self.d_model}, {self.num_heads}, filter={self.filter}, adaptive={self.adaptive}, "
@@ -289,28 +281,6 @@ def spread(head_dim: int, num_heads: int) -> list[float]:
     if num_heads == 1:
         return [centre]
     return [centre * SPREAD ** (2 * h / (num_heads - 1) - 1) for h in range(num_heads)]
-
-
-def layer_windows(
-    pattern: str, num_layers: int, *, short: int, long: int | None = None
-) -> list[Filter]:
-    """The filter of every layer from a pattern such as "SSSL", repeated over the layers.
-
-    S sees `short` places back, L sees `long` places back, or all of them. The last layer is long,
-    whatever the pattern says, as in nanochat.
-    """
-    if not pattern or set(pattern.upper()) - {"S", "L"}:
-        raise ValueError(
-            f"pattern must be made of S and L, such as 'SSSL', but came as {pattern!r}"
-        )
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1, but came as {num_layers}")
-    kinds: dict[str, Filter] = {
-        "S": Window(short, 0),
-        "L": Causal() if long is None else Window(long, 0),
-    }
-    letters = [pattern[n % len(pattern)].upper() for n in range(num_layers - 1)]
-    return [kinds[letter] for letter in (*letters, "L")]
 
 
 def gaussian_report(model: nn.Module, *args: object, **kwargs: object) -> Report:

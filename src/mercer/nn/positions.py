@@ -19,45 +19,8 @@ from torch import Tensor, nn
 from ..kernels import ALiBi as ALiBiKernel
 from ..kernels import Exponential, Kernel, Lookup
 from ..kernels import RelativeSinusoid as RelativeSinusoidKernel
-from ..term.sinusoids import sinusoid, waves
-
-
-class Sinusoid(nn.Module):
-    """t_i: sines and cosines of i at P/2 frequencies, interleaved."""
-
-    def __init__(self, base: float = 10000.0) -> None:
-        super().__init__()
-        self.base = base
-        self.dim = 0
-
-    def setup(self, dim: int) -> None:
-        self.dim = dim
-
-    def forward(self, places: Tensor) -> Tensor:
-        if self.dim % 2:
-            raise ValueError(f"a sinusoid needs an even width, but came with {self.dim}")
-        return sinusoid(places, self.dim, self.base, torch.float64)  # [T or B, T, dim]
-
-
-class Learned(nn.Module):
-    """t_i: one learned vector for each place."""
-
-    def __init__(self, max_length: int = 1024) -> None:
-        super().__init__()
-        if max_length < 1:
-            raise ValueError(f"max_length must be at least 1, but came as {max_length}")
-        self.max_length = max_length
-
-    def setup(self, dim: int) -> None:
-        self.weight = nn.Parameter(torch.randn(self.max_length, dim) * 0.02)
-
-    def forward(self, places: Tensor) -> Tensor:
-        last = _last(places)
-        if last is not None and last >= self.max_length:
-            raise ValueError(
-                f"Learned has {self.max_length} places, but place {last} came; raise max_length"
-            )
-        return self.weight[places]
+from ..term.sinusoids import waves
+from .embeddings import Learned, Sinusoid, in_heads, last_place
 
 
 class Position(nn.Module):
@@ -219,7 +182,7 @@ class ProductKernel(Position):
         return {"content": k, "position": self._heads(self.key or self.query, places, k.dtype)}
 
     def _heads(self, projection: nn.Linear, places: Tensor, dtype: torch.dtype) -> Tensor:
-        return _project(self.embed(places), projection, self.num_heads, dtype)
+        return in_heads(self.embed(places), projection, self.num_heads, dtype)
 
 
 class Rotary(Position):
@@ -301,7 +264,7 @@ class Grid2D(Position):
         """The embeddings of row and column, each [T or B, T, d_model / 2]."""
         cell = places - self.prefix
         size = self.height * self.width
-        last = _last(places)
+        last = last_place(places)
         if last is not None and last >= self.prefix + size:
             raise ValueError(f"Grid2D has {self.prefix} + {size} places, but place {last} came")
         on = (cell >= 0)[..., None]
@@ -322,27 +285,12 @@ class Grid2D(Position):
         row, column = self.axes(places)
         return {
             "content": q,
-            "height": _project(row, self.rows, self.num_heads, q.dtype),
-            "width": _project(column, self.columns, self.num_heads, q.dtype),
+            "height": in_heads(row, self.rows, self.num_heads, q.dtype),
+            "width": in_heads(column, self.columns, self.num_heads, q.dtype),
         }
 
     def key_parts(self, k: Tensor, places: Tensor) -> dict[str, Tensor]:
         return self.query_parts(k, places)
-
-
-def _project(t: Tensor, projection: nn.Linear, heads: int, dtype: torch.dtype) -> Tensor:
-    """t W in heads, [B, H, T, D]; B is 1 where the places are the same for the whole batch."""
-    t = projection(t.to(projection.weight.dtype)).to(dtype)
-    t = t.unflatten(-1, (heads, -1)).transpose(-3, -2)
-    return t if t.dim() == 4 else t[None]
-
-
-def _last(places: Tensor) -> int | None:
-    """The largest place; None where it is not known, in a graph or without data."""
-    known = places.numel() and not torch.compiler.is_compiling() and places.device.type != "meta"
-    if not known:
-        return None
-    return int(places[-1] if places.dim() == 1 else places.max())
 
 
 POSITIONS: dict[str, type[Position]] = {

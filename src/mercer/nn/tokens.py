@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backends.tokenwise.function import gather
-from ..backends.tokenwise.taps import Boundary, check_boundary, check_size, check_temperature
+from ..dispatch.tokens import gather
+from ..tokenwise.taps import Boundary, check_boundary, check_size, check_temperature
 
 Target = Literal["k", "v", "kv"]
 

@@ -1,7 +1,7 @@
-"""Opaque operators for compiled graphs, which cost a call less than torch's own decorator does.
+"""Opaque operators for compiled graphs, with less overhead per call than torch's own decorator.
 
-`torch.library.custom_op` looks at every call whether outputs share memory with inputs, which takes
-longer than all the rest; the tests ask it once (`torch.library.opcheck`).
+`torch.library.custom_op` checks in every call whether outputs share memory with inputs. That check
+takes longer than the rest of the call, so the tests do it once (`torch.library.opcheck`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-# Kept for as long as the process lives: with it, its operators would go.
+# Must live as long as the process: its operators are removed with it.
 LIBRARY = torch.library.Library("mercer", "FRAGMENT")
 
 
 def operator(run: Callable[..., Any]) -> Any:
-    """mercer::NAME of an annotated function, which neither changes nor gives back what comes in."""
+    """mercer::NAME of an annotated function; it must not write to or return its inputs."""
     name = run.__name__
     LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -24,7 +24,7 @@ def operator(run: Callable[..., Any]) -> Any:
 
 
 def fake(of: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What an operator gives, without its numbers."""
+    """Register the shapes and dtypes of an operator's outputs."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.register_fake(of.name(), run, lib=LIBRARY)
@@ -34,5 +34,5 @@ def fake(of: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def learns(of: Any, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
-    """The gradient of an operator."""
+    """Register the gradient of an operator."""
     torch.library.register_autograd(of.name(), backward, setup_context=save, lib=LIBRARY)

@@ -3,9 +3,9 @@
 A custom operator takes tensors, numbers and strings, never objects. Links and filters must still
 reach it, so they travel as text: `Power(degree=2)`, `And(filters=(Padding(lengths=t0), …))`.
 
-What this must meet: no evaluation of text (the grammar is calls of registered names with literal
-arguments), tensors travel beside the text and keep their place in the graph, and a user's own
-subclass works without registration, even one named like ours.
+Text is never evaluated: the grammar is calls of registered names with literal arguments. Tensors
+travel beside the text, so they stay in the graph. A user's subclass works without registration,
+even if it has the name of one of ours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Spec:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         name = cls.__name__
-        # A notebook cell that is run again replaces its class; another class takes another name.
+        # A notebook cell that runs again replaces its class. Another class gets another name.
         while name in Spec.registry and _origin(Spec.registry[name]) != _origin(cls):
             name += "_"
         cls.spec_name = name

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class Learned(NamedTuple):
@@ -21,3 +22,9 @@ class Learned(NamedTuple):
 def needs_gradient(*parts: object) -> bool:
     """Whether one of them is a tensor that needs a gradient, and gradients are on."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in parts)
+
+
+def derives(trains: bool) -> bool:
+    """Whether a call may have a derivative: as it trains, or one that only autograd can refuse."""
+    other = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return trains or other

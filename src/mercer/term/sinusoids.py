@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..memory.constants import constant
 from ..opaque.operators import fake, operator
+from .biases import Scored
 from .factors import Factor
 from .layout import accumulator
 from .learned import Learned, needs_gradient
-
-# What turns coefficients of half precision in one pass, by device, or gives nothing: a backend that
-# has it says so.
-TURNS: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {}
 
 
 def frequencies(width: int, base: float, device: torch.device) -> Tensor:
@@ -31,7 +26,7 @@ def sinusoid(
 
     Angles are in float64; for bfloat16 and up to some ten thousand places, float32 will do.
     """
-    # A compiler would form them again beside everything they are added to.
+    # In line, a compiler would compute them again for each tensor they are added to.
     form = form_sinusoid if torch.compiler.is_compiling() else _form_sinusoid
     return form(places, width, base, dtype, wide)
 
@@ -62,7 +57,7 @@ def _(places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool) -
 def run_of_sinusoids(
     first: int, stop: int, width: int, base: float, like: Tensor, *, wide: bool = True
 ) -> Tensor:
-    """Those of the places from first to stop, in the dtype of `like`, kept for the next call."""
+    """Sinusoids of the places from first to stop, in the dtype of `like`, cached."""
     if torch.compiler.is_compiling():
         return copy_sinusoids(first, stop, width, base, like.detach(), wide)
     return _kept_sinusoids(first, stop, width, base, like, wide)
@@ -87,10 +82,10 @@ def _form_run(first: int, stop: int, width: int, base: float, like: Tensor, wide
 def copy_sinusoids(
     first: int, stop: int, width: int, base: float, like: Tensor, wide: bool
 ) -> Tensor:
-    # Graphs that compiled code captures have memory of their own, which is not ours to keep.
+    # A captured graph of compiled code has its own memory pool, so the cache must not hold it.
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         return _form_run(first, stop, width, base, like, wide)
-    # Compiled code may write to what an operator gives.
+    # Compiled code may write to the output of an operator.
     return _kept_sinusoids(first, stop, width, base, like, wide).clone()
 
 
@@ -113,8 +108,9 @@ def coefficients(asking: Tensor, weight: Tensor | None) -> Tensor:
 class Turned(Factor):
     """<c_i turned by its place, sinusoids of j>: sin(i - j) and cos(i - j) by the angle sums.
 
-    Places are counted from the last key: only differences matter, and recent ones matter most. Both
-    parts, and the coefficients c, are formed when somebody asks for them.
+    Places are counted from the last key: only differences matter, and recent ones matter most. The
+    coefficients c and the features are formed lazily. With a weight, a backend may take the same
+    numbers as a table of distances instead.
     """
 
     asking: Tensor  # [B, H, Q, P], or with a weight [B, H, Q, D]
@@ -156,6 +152,22 @@ class Turned(Factor):
     def k(self) -> Tensor:  # type: ignore[override]
         return self.keys_in(accumulator(self.asking.dtype))
 
+    def as_table(self) -> Scored | None:
+        """The same weights as <x_i, weight sinusoid(d)> of every distance d; None without a weight.
+
+        It reaches one place further than the keys do, so no row stands for distances beyond it.
+        """
+        if self.weight is None:
+            return None
+        x, weight, last = self.asking, self.weight, self.num_keys
+        wide = x.dtype != torch.bfloat16
+
+        def form(first: int) -> Tensor:
+            rows = run_of_sinusoids(first, last + 1, weight.shape[-1], self.base, x, wide=wide)
+            return rows @ weight.to(x.dtype).mT
+
+        return Scored(q=x, form=form, clip=last, source=weight)
+
     def keys_in(self, dtype: torch.dtype) -> Tensor:
         """`k`, computed in the accumulator's dtype and rounded to this one."""
         wide, device = accumulator(self.asking.dtype), self.asking.device
@@ -175,24 +187,24 @@ def waves_of_keys(
     return constant(("waves of keys", num_keys, width, base, wide, dtype), device, make)
 
 
-def turned(c: Tensor, base: float, scale: float = 1.0) -> Tensor:
-    """scale (s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side.
-
-    c are [B, H, T, P]; places are counted from the last.
-    """
+def waves_of_queries(c: Tensor, base: float, scale: float = 1.0) -> Tensor:
+    """Sines and cosines of the places of coefficients [B, H, T, P], times a scale, [T, P]."""
     length, width, dtype = c.shape[2], c.shape[-1], accumulator(c.dtype)
 
     def make() -> Tensor:
         both = sinusoid(torch.arange(1 - length, 1, device=c.device), width, base, dtype)
         return both if scale == 1.0 else scale * both
 
-    both = constant(("sinusoids", length, width, base, dtype, scale), c.device, make)
-    faster = TURNS.get(c.device.type)
-    if faster and c.dtype.itemsize == 2 and not torch.compiler.is_compiling():
-        out = faster(c, both)
-        if out is not None:
-            return out
-    c = c.to(dtype)
+    return constant(("waves of queries", length, width, base, dtype, scale), c.device, make)
+
+
+def turned(c: Tensor, base: float, scale: float = 1.0) -> Tensor:
+    """scale (s sin + o cos, o sin - s cos) of every pair (s, o) of coefficients, side by side.
+
+    c are [B, H, T, P]; places are counted from the last.
+    """
+    both = waves_of_queries(c, base, scale)
+    c = c.to(both.dtype)
     sin, cos = both.unflatten(-1, (-1, 2)).unbind(-1)
     if torch.compiler.is_compiling():
         # A compiler fuses this; complex numbers it would only call.

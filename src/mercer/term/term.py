@@ -2,9 +2,9 @@
 
     log w_ij = sum_f link_f(scale_f (<q^f_i, k^f_j> + col^f_j) + row^f_i) + bias(i, j)
 
-What this must meet: N kernels and M backends, never N x M; a number per key is never rounded to the
-features' dtype; feature parts stay apart until a backend wants them side by side, so that one which
-reads them in place can; a bias is data that a backend can read, not an opaque function.
+N kernels and M backends need N + M pieces of code, not N x M. A number per key is never rounded to
+the dtype of the features. Only backends concatenate parts of the features, so a backend that reads
+them in place needs no copy. A bias is data, not an opaque function.
 
 Letters: B batch, H heads, Q queries, K keys, E features, V values. Key tensors may have fewer heads
 that divide H, and any tensor may have batch 1. Query i sits at position i + K - Q.

@@ -49,7 +49,7 @@ def answers(capability: int) -> dict[str, Any]:
     """What our backends ask of a device, by the names of these functions."""
     hopper = capability == 90
     return {
-        "settles": hopper, "copying": hopper, "on_hopper": hopper, "there": hopper,
+        "settles": hopper, "has_tma": hopper, "on_hopper": hopper, "there": hopper,
         "processors": PROCESSORS[capability], "shared_memory": SHARED[capability],
     }  # fmt: skip
 
@@ -66,10 +66,10 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from ..backends.polynomial import fused
+    from ..backends.polynomial import plan as polynomial
     from ..backends.runtime import launch
-    from ..backends.tokenwise import function
-    from ..backends.tokenwise import launch as tokenwise
+    from ..backends.tokenwise import backend as tokenwise
+    from ..backends.tokenwise import function, lookup
     from ..backends.triton import backend, plan
     from ..backends.triton.hopper import check, tier
 
@@ -95,10 +95,10 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
             patch.object(tier, "completed", lambda way, p, start, *given: [start(*given)])
         )
         # Tensors of a CPU are taken.
-        for module in (backend, fused, function):
+        for module in (backend, polynomial, tokenwise, function, lookup):
             changed.enter_context(patch.object(module, "INTERPRETED", True))
-        changed.enter_context(patch.object(function, "refuses", lambda q, k, v: None))
-        for kept in (plan._plans, launch._helpers, tokenwise._launches):
+        changed.enter_context(patch.object(tokenwise, "_refuses", lambda task, q: None))
+        for kept in (plan._plans, launch._launches):
             changed.enter_context(patch.dict(kept, clear=True))
         for module in [m for name, m in sys.modules.items() if name.startswith("mercer.backends")]:
             for name, value in answers(capability).items():

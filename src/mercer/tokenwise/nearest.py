@@ -1,4 +1,4 @@
-"""The few keys nearest to each query, as columns: what `vicinity` does not leave to a backend."""
+"""The few keys nearest to each query, as columns, in plain PyTorch."""
 
 from __future__ import annotations
 

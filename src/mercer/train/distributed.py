@@ -136,7 +136,7 @@ def spread(model: nn.Module, team: Team) -> None:
 
     if team.size == 1 or not dist.is_initialized():
         raise ValueError(
-            "fsdp needs several processes: torchrun --nproc-per-node 8 -m mercer.cli train …"
+            "fsdp needs several processes: torchrun --nproc-per-node 8 -m mercer train …"
         )
     mesh = init_device_mesh(team.device.type, (team.size,))
     # The names of classes that belong together, as every model of transformers gives them.

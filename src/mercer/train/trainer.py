@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from .checkpoints import Checkpoints
+from .conductor import Conductor
 from .distributed import Spread, Team, Watch, spread
 from .folder import Folder
 from .optimiser import make_optimizer, rate_after
@@ -43,8 +44,6 @@ from .tasks import Task
 
 # Trainer counts in steps; a run that ends by time alone has more of them than anyone will see.
 ENDLESS = 1_000_000_000
-# How long evaluations may take, as a share of the time spent in steps.
-SPARING = 0.5
 
 
 class KernelTrainer(Trainer):
@@ -81,7 +80,7 @@ class KernelTrainer(Trainer):
         self.stopped_by = 0
         self.metrics: dict[str, float] = {}
         # Seconds spent in evaluations.
-        self._judging = 0.0
+        self.judging = 0.0
         self._tokens = self._tokens_seen = team.sum([0])[0]
         # Tokens and seconds after the first step: it compiles, plans and allocates.
         self._mark: tuple[float, float] | None = None
@@ -91,12 +90,9 @@ class KernelTrainer(Trainer):
         self._norm: Tensor = torch.zeros(())
         assert settings.batch is not None
         self.order = Order(
-            batch=settings.batch,
-            steps=settings.steps or ENDLESS,
-            accumulate=settings.accumulate,
-            rank=team.rank,
-            processes=team.size,
-        )
+            batch=settings.batch, steps=settings.steps or ENDLESS, accumulate=settings.accumulate,
+            rank=team.rank, processes=team.size,
+        )  # fmt: skip
         super().__init__(
             model=model,
             args=arguments,
@@ -205,37 +201,17 @@ class KernelTrainer(Trainer):
         self.order.start = state.global_step
         self.clock.start()
 
-    def after_step(self, state: TrainerState, control: TrainerControl) -> None:
-        """Learn what all processes agree on, and decide what happens at this step."""
-        settings, step = self.settings, state.global_step
+    def note_step(self, step: int) -> None:
+        """Post what this process knows of a step, for all to agree on."""
         assert self._step_loss is not None
         self._tokens_seen = self._tokens_seen + self._tokens
         self.watch.post(step, self._step_loss, self._norm, self.signal(), self.clock.seconds)
         if self._mark is None:
             # Waits for the device, so that the steps after this one are timed from here.
             self._mark = self._tokens_seen.item(), self.clock.seconds
-        last = settings.steps is not None and step >= settings.steps
-        control.should_log = last or step % _given(settings.log_every) == 0
-        control.should_evaluate = not last and step % _given(settings.eval_every) == 0
-        control.should_save = last or step % _given(settings.save_every) == 0
-        self._learn(everything=last or control.should_save or control.should_evaluate)
-        if control.should_evaluate and settings.eval_sparingly:
-            # The clock of the main process decides for all.
-            spent = self.team.tell(lambda: self._judging)
-            control.should_evaluate = spent <= SPARING * self.agreed_seconds
-        over = settings.time is not None and self.agreed_seconds >= settings.time
-        if over or self.stopped_by:
-            # The last step is looked at too before it is kept.
-            self._learn(everything=True)
-            control.should_training_stop = control.should_save = control.should_log = True
-            control.should_evaluate = False
-        if self.broken_at is not None:
-            control.should_training_stop = True
-            control.should_save = control.should_evaluate = control.should_log = False
-        if self.checkpoints is None:
-            control.should_save = False
 
-    def _learn(self, *, everything: bool) -> None:
+    def learn(self, *, everything: bool) -> None:
+        """Read what all processes agree on; everything up to this step, or what has come."""
         for step, bad, signal, seconds in self.watch.read(everything=everything):
             self.agreed_seconds = seconds
             self.stopped_by = self.stopped_by or signal
@@ -266,13 +242,10 @@ class KernelTrainer(Trainer):
             step, numbers | ({} if speed is None else {"tokens_per_second": round(speed, 1)})
         )
         self._progress = Progress(
-            step=step,
-            steps=self.settings.steps,
-            loss=logs["loss"],
-            learning_rate=logs["learning_rate"],
-            tokens_per_second=speed,
+            step=step, steps=self.settings.steps, loss=logs["loss"],
+            learning_rate=logs["learning_rate"], tokens_per_second=speed,
             seconds_left=self._seconds_left(),
-        )
+        )  # fmt: skip
         if self.on_progress is not None:
             self.on_progress(self._progress)
 
@@ -301,7 +274,7 @@ class KernelTrainer(Trainer):
         began = time.perf_counter()
         with self.clock.paused(), kept_random():
             self.metrics = self.task.evaluate(self.model, self.team, final=final)
-        self._judging += time.perf_counter() - began
+        self.judging += time.perf_counter() - began
         self._tell(self.state.global_step, dict(self.metrics))
         if self.on_progress is not None:
             step = self.state.global_step
@@ -375,24 +348,3 @@ class KernelTrainer(Trainer):
             self.accelerator._optimizers.clear()
         else:
             self.accelerator.free_memory()
-
-
-class Conductor(TrainerCallback):
-    """Pass Trainer's events on to our decisions."""
-
-    def __init__(self, trainer: KernelTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.begin(state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.after_step(state, control)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.clock.stop()
-
-
-def _given(number: int | None) -> int:
-    assert number is not None
-    return number

@@ -1,14 +1,14 @@
 """Blockwise smoothing in plain PyTorch: any term, any filter, memory linear in T.
 
-What this must meet: the forward keeps (out, log_mass) and the backward recomputes the weights
-block by block; blocks that see nothing are skipped; every gradient is a plain sum, so the same
-input gives the same bits; and it is one opaque operator, so that torch.compile does not unroll the
-loops.
+The forward keeps (out, log_mass). The backward recomputes the weights block by block. Blocks that
+see nothing are skipped. Each gradient is a plain sum, so the same input gives the same bits. All is
+one opaque operator, so torch.compile does not unroll the loops.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .. import Task
 from .blocks import Blocks, block_side, keys_of_block
 
 name = "chunked"
+dense_mask = False
 
 
 def refuses(task: Task) -> str | None:
@@ -40,7 +41,16 @@ def memory(task: Task) -> int:
     return wide * task.batch * task.heads * (tokens * widths + 6 * block)
 
 
-def run(task: Task) -> Smoothed:
+def keeps_nan(tasks: Sequence[Task]) -> bool:
+    """It spreads NaN, so it gets cleaned inputs."""
+    return False
+
+
+def run(tasks: Sequence[Task]) -> list[Smoothed]:
+    return [_run(task) for task in tasks]
+
+
+def _run(task: Task) -> Smoothed:
     term, batch, heads = task.term, task.batch, task.heads
     lifted = term.lift(accumulator(task.v.dtype))
     table = term.table

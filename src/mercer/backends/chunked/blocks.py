@@ -25,7 +25,7 @@ def block_side(batch_heads: int) -> int:
 
 
 def keys_of_block(side: int, num_queries: int) -> int:
-    """Of keys there are more beside few queries, but not so many that no block is skipped."""
+    """The keys of a block: more where queries are few, up to a limit, so blocks can be skipped."""
     few = 2 ** max(num_queries - 1, 0).bit_length()
     return max(side, min(MOST_KEYS, side * side // few))
 

@@ -2,20 +2,20 @@
 
     out_i = N_i / n_i        [N_i, n_i] = sum_j <q_i, k_j>^2 [v_j, 1]
 
-The sums are one opaque operator (`squares.py` has their loops); the ratio and the log are plain
-PyTorch, and so are their gradients. A padded key becomes zero, which has no weight.
+The sums are one opaque operator; chunked_sums.py has their loops. The ratio and the log are plain
+PyTorch, and so are their gradients. A padded key becomes zero and has no weight.
 
-What this must meet: sums in float32 or better; and no row depends on what it does not see, not even
-by a common scale. So only queries are normalised, each by a number of its own.
+Sums are in float32 or better. No row depends on keys that it does not see, not even by a common
+scale: only queries are normalised, each by a number of its own.
 
-One thing to know: a state sums products of squares, so that its rounding is relative to
-|q|^2 |k|^2, not to <q, k>^2. A query that is almost orthogonal to all of many keys is blurred.
+A state sums products of squares, so its rounding is relative to |q|^2 |k|^2, not to <q, k>^2. A
+query that is almost orthogonal to many keys loses precision.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,12 @@ from ...term.layout import accumulator, repeat
 from ...term.links import Power
 from ...term.mix import Smoothed
 from .. import Task
-from . import fused as fused_squares
+from . import plan
 from .chunked_sums import Walk, absorb, features, room, slices
+from .fused import smooth_squares
 
 name = "linear"
+dense_mask = False
 
 
 def refuses(task: Task) -> str | None:
@@ -62,7 +64,7 @@ def memory(task: Task) -> int:
         q = factor.q.expand(task.batch, task.heads, -1, -1)
         causal, _ = _rule(task)
         blind = _blind(task, causal)
-        return fused_squares.plan_of(q[:, :, blind:], factor.k, task.v, causal).workspace()
+        return plan.plan_of(q[:, :, blind:], factor.k, task.v, causal).workspace()
     dim, values, heads = factor.width, task.v.shape[-1] + 1, task.v.shape[1]
     copies = task.num_queries * task.heads * (2 * dim + values)
     copies += task.num_keys * heads * (dim + values)
@@ -75,10 +77,19 @@ def fused(task: Task) -> bool:
     """Whether the fused kernels run it; they keep NaN to the rows that see it by themselves."""
     sizes = (task.batch, task.num_queries, task.num_keys)
     dim = task.term.factors[0].width
-    return min(sizes) > 0 and fused_squares.runs(task.device, task.v.dtype, dim, task.v.shape[-1])
+    return min(sizes) > 0 and plan.runs(task.device, task.v.dtype, dim, task.v.shape[-1])
 
 
-def run(task: Task) -> Smoothed:
+def keeps_nan(tasks: Sequence[Task]) -> bool:
+    """The fused kernels keep NaN to the rows that see it; the loops do not."""
+    return all(map(fused, tasks))
+
+
+def run(tasks: Sequence[Task]) -> list[Smoothed]:
+    return [_run(task) for task in tasks]
+
+
+def _run(task: Task) -> Smoothed:
     if fused(task):
         return _run_fused(task)
     wide = accumulator(task.v.dtype)
@@ -115,9 +126,7 @@ def _run_fused(task: Task) -> Smoothed:
     causal, lengths = _rule(task)
     dtype, blind = task.v.dtype, _blind(task, causal)
     q = repeat(factor.q.to(dtype), factor.q.shape[0], task.heads)
-    out, log_mass, _ = fused_squares.smooth_squares(
-        q[:, :, blind:], factor.k.to(dtype), task.v, lengths, causal
-    )
+    out, log_mass, _ = smooth_squares(q[:, :, blind:], factor.k.to(dtype), task.v, lengths, causal)
     if blind:
         bad = ~q[:, :, :blind].detach().isfinite().all(-1)
         out = F.pad(out, (0, 0, blind, 0))

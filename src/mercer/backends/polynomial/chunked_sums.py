@@ -7,10 +7,9 @@ phi(x) holds the products x_a x_b, each pair once but for blocks on the diagonal
 a fifth more to multiply, and far fewer pieces. The sequence is cut into chunks. The weights inside
 a chunk are formed and masked; all earlier chunks come from the state S.
 
-What this must meet: memory linear in T, forward and backward, by a limit on the features and states
-that are there at once; the past never depends on the future; every gradient a plain sum, so the
-same input gives the same bits; and one opaque operator, so that torch.compile does not unroll the
-loops.
+Memory is linear in T, forward and backward: the features and states held at a time are limited. The
+past does not depend on the future. Each gradient is a plain sum, so the same input gives the same
+bits. All is one opaque operator, so torch.compile does not unroll the loops.
 
 Letters: N key heads of all sequences, G query heads for each, m chunks of c places, F features,
 W values. Inside, queries are [N, G, Q, D], keys [N, 1, K, D] and values [N, 1, K, W].

@@ -2,223 +2,23 @@
 
     out_i = sum_j <q_i, k_j>^2 v_j / m_i        m_i = sum_j <q_i, k_j>^2
 
-What this must meet: memory linear in T, and of the states never more than WORKSPACE at once (but
-one head's); a backward that keeps no state and builds them again; one opaque operator each way.
+The sequence is cut into chunks. The weights inside a chunk are formed. All chunks before it come
+from a state; for gradients of keys, all chunks after it.
 
-The sequence is cut into chunks. The weights inside a chunk are formed; all chunks before it, or for
-gradients of keys after it, come from a state. The kernels are in triton_squares.py.
+Memory is linear in T: at most WORKSPACE bytes of states are there at once, or one head's. The
+backward builds the states again. Each way is one opaque operator. The kernels are in kernels.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
-from ..runtime.launch import INTERPRETED, settles
-from ..triton.backend import INSTALLED
-from ..triton.block_sizes import HOPPER, shared_memory
-
-# Features and values at most; wider blocks of float32 do not fit into the registers.
-MAX_WIDTH = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}
-# Bytes of states that are there at once.
-WORKSPACE = 2**30
-# Places are padded to a multiple of this, which every block of places divides.
-ALIGN = 128
-KINDS = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "float32"}
-
-
-class Sizes(NamedTuple):
-    """Places by places of a block, but for `build`: features by places."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    # Whether two features of a state are read at once, in one wider matrix product.
-    pair: bool = False
-    registers: int | None = None
-
-
-# By the kernel, how many features and values there are at most, and whether blocks must be small,
-# as where operands take 4 bytes.
-SIZES: dict[tuple[str, int, bool], Sizes] = {
-    ("build", 64, False): Sizes(8, 64, 8, 3),
-    ("build", 128, False): Sizes(2, 64, 8, 3),
-    ("build", 64, True): Sizes(2, 32, 8, 2),
-    ("build", 128, True): Sizes(1, 32, 8, 2),
-    ("forward", 64, False): Sizes(128, 64, 8, 3, pair=True),
-    ("forward", 128, False): Sizes(128, 64, 8, 2),
-    ("forward", 64, True): Sizes(64, 32, 8, 2),
-    ("forward", 128, True): Sizes(64, 32, 8, 1),
-    ("queries", 64, False): Sizes(128, 64, 8, 3, pair=True),
-    ("queries", 128, False): Sizes(64, 32, 8, 2),
-    ("queries", 64, True): Sizes(64, 32, 8, 1),
-    ("queries", 128, True): Sizes(64, 32, 8, 1),
-    ("keys", 64, False): Sizes(128, 32, 8, 3, pair=True),
-    ("keys", 128, False): Sizes(64, 32, 8, 2),
-    ("keys", 64, True): Sizes(64, 32, 8, 1),
-    ("keys", 128, True): Sizes(64, 32, 8, 1),
-}
-
-
-def runs(device: torch.device, dtype: torch.dtype, dim: int, values: int) -> bool:
-    """Whether these kernels are there for such tensors."""
-    there = INSTALLED and (device.type == "cuda" or INTERPRETED)
-    return there and min(dim, values) > 0 and max(dim, values) <= MAX_WIDTH.get(dtype, 0)
-
-
-def chunk_size(dim: int, values: int) -> int:
-    """Places of a chunk: as long as a state costs more to move than the weights to form."""
-    return max(256, 16 * max(_power(dim), _power(values)))
-
-
-def _power(width: int) -> int:
-    # Not below 32: with 16, Triton 3.6 made kernels that read where nothing is.
-    return max(32, 1 << (width - 1).bit_length())
-
-
-def _round(length: int, size: int) -> int:
-    return -(-length // size) * size
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The geometry of one call."""
-
-    batch: int
-    heads: int
-    k_heads: int
-    v_heads: int
-    num_queries: int
-    num_keys: int
-    width: int
-    values: int
-    causal: bool
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def joint(self) -> int:
-        """Heads that a state is for."""
-        return math.lcm(self.k_heads, self.v_heads)
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.joint
-
-    @property
-    def dim(self) -> int:
-        return _power(self.width)
-
-    @property
-    def wide(self) -> int:
-        return _power(self.values)
-
-    @property
-    def far(self) -> bool:
-        """Whether there are states: with few queries or keys, to form all weights is less work."""
-        few = self.num_queries if self.causal else min(self.num_queries, self.num_keys)
-        return few > chunk_size(self.width, self.values)
-
-    @property
-    def near(self) -> bool:
-        return self.causal or not self.far
-
-    @property
-    def chunk(self) -> int:
-        whole = _round(max(self.num_queries, self.num_keys), ALIGN)
-        return chunk_size(self.width, self.values) if self.far else whole
-
-    @property
-    def start(self) -> int:
-        """The place of the first query."""
-        return self.num_keys - self.num_queries if self.causal else 0
-
-    @property
-    def origin(self) -> int:
-        """The place of the first row in the copies of queries."""
-        size = self.chunk if self.far else ALIGN
-        return self.start // size * size
-
-    @property
-    def padded_keys(self) -> int:
-        return _round(self.num_keys, self.chunk if self.far else ALIGN)
-
-    @property
-    def padded_queries(self) -> int:
-        if self.causal:
-            return self.padded_keys - self.origin
-        return _round(self.num_queries, self.chunk if self.far else ALIGN)
-
-    @property
-    def kind(self) -> str:
-        return KINDS[self.dtype]
-
-    @property
-    def operand(self) -> torch.dtype:
-        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-
-    @property
-    def half(self) -> bool:
-        """Whether pairs are taken once: a matrix product must have 16 features left."""
-        return self.dim >= 32
-
-    def chunks(self, padded: int) -> int:
-        return padded // self.chunk
-
-    def state_bytes(self) -> int:
-        """Of one head: sums in float32, states as operands."""
-        chunks = max(self.chunks(self.padded_keys), self.chunks(self.padded_queries))
-        return self.far * chunks * self.dim**2 * self.wide * (4 + self.operand.itemsize)
-
-    def at_once(self) -> int:
-        """How many heads have their states at once."""
-        many, room = self.batch * self.joint, max(1, WORKSPACE // max(self.state_bytes(), 1))
-        return -(-many // -(-many // room))
-
-    def workspace(self) -> int:
-        """Bytes beyond inputs, outputs and gradients, at most."""
-        rows = self.batch * self.heads * self.padded_queries
-        copies = rows * (self.dim + 3 * self.wide) + self.batch * self.padded_keys * (
-            self.k_heads * self.dim + self.v_heads * self.wide
-        )
-        return copies * self.dtype.itemsize + 16 * rows + self.at_once() * self.state_bytes()
-
-    def sizes(self, kernel: str) -> dict[str, Any]:
-        bucket = 64 if max(self.dim, self.wide) <= 64 else 128
-        # Where there is less shared memory than on Hopper, half precision takes the smaller blocks.
-        small = self.operand == torch.float32 or shared_memory(self.device) < HOPPER
-        sizes = SIZES[kernel, bucket, small]
-        if kernel == "build":
-            own = {"G": min(sizes.rows, self.dim // 2), "BT": min(sizes.columns, self.chunk)}
-            own["SETTLE"] = settles(self.device)
-        else:
-            rows = min(sizes.rows, self.chunk)
-            own = {"BM": rows, "BN": min(sizes.columns, rows), "PAIR": sizes.pair}
-            own["STAGES"] = sizes.stages
-        if sizes.registers is not None:
-            own["maxnreg"] = sizes.registers
-        return own | {"num_warps": sizes.warps, "num_stages": sizes.stages}
-
-    def shape(self) -> dict[str, Any]:
-        return {"D": self.dim, "V": self.wide, "HALF": self.half, "KIND": self.kind}
-
-    def parts(self) -> dict[str, bool]:
-        return {"CAUSAL": self.causal, "NEAR": self.near, "FAR": self.far}
-
-
-def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Plan:
-    return Plan(
-        batch=max(q.shape[0], k.shape[0], v.shape[0]), heads=q.shape[1], k_heads=k.shape[1],
-        v_heads=v.shape[1], num_queries=q.shape[2], num_keys=k.shape[2], width=q.shape[3],
-        values=v.shape[3], causal=causal, dtype=v.dtype, device=v.device,
-    )  # fmt: skip
+from .plan import Plan, plan_of, round_up
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -242,14 +42,14 @@ class _Copies:
         self, x: Tensor, padded: int, offset: int, width: int, lengths: Tensor | None, *,
         queries: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        from . import kernels as triton_squares
+        from . import kernels
 
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows = self.plan.batch * x.shape[1]
         size = min(64, self.plan.chunk)
         copy = x.new_empty(rows, width, padded)
         bad = x.new_empty(rows, padded // size, dtype=torch.int32)
-        triton_squares.prepare[(padded // size, rows)](
+        kernels.prepare[(padded // size, rows)](
             x, copy, self.size, bad, bad if lengths is None else lengths, *_strides(x), x.shape[1],
             x.shape[2], offset, x.shape[3], padded, W=width, BT=size, QUERIES=queries,
             LIMITED=lengths is not None,
@@ -279,7 +79,7 @@ class _States:
         plan = self.plan
         chunks = plan.chunks(plan.padded_keys)
         if plan.far:
-            # Nobody comes after the last chunk.
+            # No chunk reads the state after the last one.
             high = chunks - 1 if plan.causal else chunks
             self._build(
                 copies.k, copies.v, None, None, plan.k_heads, plan.v_heads, 1, plan.padded_keys,
@@ -309,11 +109,11 @@ class _States:
         self, x: Tensor, y: Tensor, rate: Tensor | None, shift: Tensor | None, x_heads: int,
         y_heads: int, group: int, length: int, low: int, high: int, chunks: int, origin: int,
     ) -> None:  # fmt: skip
-        from . import kernels as triton_squares
+        from . import kernels
 
         plan, sizes = self.plan, self.plan.sizes("build")
         grid = (-(-plan.width // sizes["G"]) + 1, high - low, self.count)
-        triton_squares.build[grid](
+        kernels.build[grid](
             x, y, self.sums if rate is None else rate, self.sums if shift is None else shift,
             self.sums, self.masses, self.means, self.traces, self.first, plan.joint, x_heads,
             y_heads, group, length, plan.chunk, low, chunks, origin, plan.width, **plan.shape(),
@@ -324,11 +124,11 @@ class _States:
         self, chunks: int, there: tuple[int, int], keep: tuple[int, int], mirror: bool, *,
         reverse: bool, centred: bool,
     ) -> None:  # fmt: skip
-        from . import kernels as triton_squares
+        from . import kernels
 
         plan = self.plan
         size = min(plan.dim // 2, max(1, 1024 // plan.wide))
-        triton_squares.scan[(_round(plan.width, 2), plan.dim // size, self.count)](
+        kernels.scan[(round_up(plan.width, 2), plan.dim // size, self.count)](
             self.sums, self.masses, self.means, self.traces, self.states, self.z, self.mu, chunks,
             *there, *keep, plan.width, **plan.shape(), MIRROR=mirror, REVERSE=reverse,
             TOTAL=not plan.causal, CENTRED=centred, BB=size, num_warps=4,
@@ -360,7 +160,7 @@ def smooth_squares(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, log_mass, and the mass that the backward wants; if causal, for Q <= K."""
-    from . import kernels as triton_squares
+    from . import kernels
 
     plan = plan_of(q, k, v, causal)
     copies = _Copies(plan, q, k, v, lengths)
@@ -370,7 +170,7 @@ def smooth_squares(
     sizes = plan.sizes("forward")
     for few in _few(plan, v.device):
         states = few.of_keys(copies, mirror=False)
-        triton_squares.forward[(plan.padded_queries // sizes["BM"], few.count * plan.group)](
+        kernels.forward[(plan.padded_queries // sizes["BM"], few.count * plan.group)](
             copies.q, copies.size, copies.k, copies.v, *states, copies.bad_k, copies.bad_v, out,
             log, mass, few.first, *_geometry(plan), plan.chunks(plan.padded_keys),
             plan.start - plan.origin, plan.num_queries, plan.width, plan.values, **plan.shape(),
@@ -394,7 +194,7 @@ def smooth_squares_backward(
     lengths: Tensor | None, causal: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    from . import kernels as triton_squares
+    from . import kernels
 
     plan = plan_of(q, k, v, causal)
     copies = _Copies(plan, q, k, v, lengths)
@@ -402,11 +202,11 @@ def smooth_squares_backward(
     grad_log, out, mass = grad_log.contiguous(), out.contiguous(), mass.contiguous()
     tq, offset, size = plan.padded_queries, plan.start - plan.origin, min(64, plan.chunk)
     rows = (plan.batch * plan.heads, tq)
-    # float16 has no room for dO / m.
+    # dO / m may overflow float16.
     g = v.new_empty(rows[0], plan.wide, tq)
     share = torch.empty_like(g, dtype=plan.operand)
     shift, rate, exact = (v.new_empty(rows, dtype=torch.float32) for _ in range(3))
-    triton_squares.prepare_backward[(tq // size, rows[0])](
+    kernels.prepare_backward[(tq // size, rows[0])](
         grad, out, grad_log, mass, g, share, shift, rate, *_strides(grad), plan.heads,
         plan.num_queries, offset, plan.values, tq, W=plan.wide, BT=size,
     )  # fmt: skip
@@ -416,7 +216,7 @@ def smooth_squares_backward(
     for few in _few(plan, v.device):
         states = few.of_keys(copies, mirror=True)
         sizes = plan.sizes("queries")
-        triton_squares.backward_queries[(tq // sizes["BM"], few.count * plan.group)](
+        kernels.backward_queries[(tq // sizes["BM"], few.count * plan.group)](
             copies.q, copies.size, copies.k, copies.v, *states, g, grad_log, shift, rate, exact, dq,
             few.first, *_geometry(plan), plan.chunks(plan.padded_keys), offset, plan.num_queries,
             plan.width, plan.values, **plan.shape(), **plan.parts(), **sizes,
@@ -424,7 +224,7 @@ def smooth_squares_backward(
         after = few.of_queries(copies, share, rate, exact)
         sizes = plan.sizes("keys")
         chunks = plan.chunks(plan.padded_keys if causal else plan.padded_queries)
-        triton_squares.backward_keys[(plan.padded_keys // sizes["BM"], few.count)](
+        kernels.backward_keys[(plan.padded_keys // sizes["BM"], few.count)](
             copies.q, copies.k, copies.v, *after, g, exact, rate, dk, dv, few.first,
             *_geometry(plan), chunks, plan.num_keys, plan.width, plan.values, **plan.shape(),
             **plan.parts(), **sizes,
@@ -433,7 +233,7 @@ def smooth_squares_backward(
 
 
 def _room(given: Tensor, plan: Plan) -> Tensor:
-    """For a gradient that is still to be summed, float32."""
+    """Memory for a gradient: float32 where it is still to be summed."""
     shape = (plan.batch, plan.joint, *given.shape[2:])
     whole = given.shape[:2] == shape[:2]
     return given.new_empty(shape, dtype=given.dtype if whole else torch.float32)

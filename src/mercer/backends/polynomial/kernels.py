@@ -1,18 +1,18 @@
-"""The kernels of sum_j <q_i, k_j>^2 [v_j, 1] in linear time: states, their sums, and who reads them.
+"""The kernels of sum_j <q_i, k_j>^2 [v_j, 1] in linear time: states, their sums, their readers.
 
     S_ab = sum_j x_ja x_jb y_j        z_ab = sum_j x_ja x_jb        over the chunks before (or after)
     sum_j <q, k_j>^2 v_j = sum_a q_a (q S_a) + the weights of the own chunk, which are formed
 
-What this must meet: every sum owned by one program, so that the same input gives the same bits; no
-row depends on what it does not see; all sums in float32.
+Each sum is owned by one program, so the same input gives the same bits. No row depends on keys that
+it does not see. All sums are in float32.
 
 Operands are bfloat16, TF32 (for float16, whose range is too small for squares) or three times TF32
 (for float32). A state is rounded once, so it is kept without its mean: S - z mu, where mu is the
-mean value of the keys that it sums, weighted by |k|^2; z stays in float32. S is symmetric in a and b:
-it is built, and read for values, without the pairs of a late a with an early b.
+mean value of the keys that it sums, weighted by |k|^2. z stays in float32. S is symmetric in a and
+b. It is built, and read for values, without the pairs of a late a with an early b.
 
-The weights formed come first, then the states: accumulators of matrix products that something else
-wrote before would make the compiler wait for each product.
+The weights of the own chunk are formed first, and the states are read after them. If anything else
+wrote an accumulator before a matrix product, the compiler would wait for each product.
 
 Letters: l counts the key heads at hand, n chunks, t places of the padded copies that `prepare`
 makes, in which what is padded, hidden or not finite is zero.
@@ -253,6 +253,9 @@ def scan(
     b = tl.program_id(1) * BB + tl.arange(0, BB)
     line = tl.program_id(2).to(tl.int64) * chunks
     v = tl.arange(0, V)
+    # Rows beyond the width were not built. One comparison: the interpreter takes no mask that joins a
+    # scalar with a block.
+    stop = tl.where(a < width, width, 0)
     late = a >= D // 2
     early = tl.program_id(1) * BB < D // 2
     if not (HALF and late and early):
@@ -289,7 +292,7 @@ def scan(
                 chunk = line + n
                 state += tl.load(
                     SUMS + chunk * (D * D * V) + a * (D * V) + b[:, None] * V + v[None, :],
-                    mask=(a < width) & (b[:, None] < width), other=0.0,
+                    mask=b[:, None] < stop, other=0.0,
                 )  # fmt: skip
                 z += tl.load(MASSES + chunk * (D * D) + a * D + b)
                 if CENTRED:

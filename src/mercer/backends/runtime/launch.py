@@ -1,50 +1,45 @@
-"""Kernels with everything but their tensors: which one a plan needs, and how it is started."""
+"""One kernel with its grid and constants, and how it is started."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..triton.block_sizes import (
-    NOWHERE,
-    PLAIN,
-    SPREADS,
-    bucket_of,
-    fitted,
-    on_hopper,
-    shared_memory,
-    sizes_of,
-)
+from .device import INTERPRETED
 
-if TYPE_CHECKING:
-    from ..triton.plan import Plan
-
-# Triton's own interpreter, in which the tests run these kernels on a CPU.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the driver, in percent; and the shared
+# memory that the driver takes for itself of each program, in bytes.
+CARVEOUT, RESERVED = 9, 1024
+# How many launches `start` keeps before it forgets all.
+MOST = 4096
 
 
 @dataclass(eq=False)
 class Launch:
-    """One kernel with everything but its tensors; compiled at its first start."""
+    """A kernel with everything but its tensors and numbers; compiled at its first start.
+
+    Who keeps a Launch keeps it under a key of all that Triton specialises for.
+    """
 
     kernel: Any
     grid: tuple[int, int, int]
     constants: dict[str, Any]
     options: dict[str, int]
+    # What Triton compiled; None before the first start.
     compiled: Any = None
-    # Whether the first cache has what shared memory leaves of their common room. Triton would have
-    # all of that for shared memory.
-    caches: bool = False
+    # Whether L1 gets all that the kernel does not need as shared memory: spilled registers go to L1.
+    reserve_l1: bool = False
+    # Whether the compiled kernel takes arguments directly.
+    direct: bool = True
 
     def __call__(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> None:
         if INTERPRETED:
-            self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
+            self._ordinary(tensors, numbers)
             return
         device = tensors[-1].device
         if device.index != torch.cuda.current_device():
@@ -57,136 +52,53 @@ class Launch:
         self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...], device: torch.device
     ) -> None:
         if self.compiled is None:
-            self.compiled = self.kernel[self.grid](
-                *tensors, *numbers, **self.constants, **self.options
-            )
-            if self.caches:
-                _share_room(self.compiled, device)
-        else:
-            # Triton would look for the compiled kernel anew by each of some eighty arguments. All
-            # that it is specialised for is in the key under which this launch is kept.
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            # Nor does the driver have to ask whose memory an address is.
-            addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-            self.compiled[self.grid](*addresses, *numbers, *self.constants.values(), stream=stream)
+            self.compiled = self._ordinary(tensors, numbers)
+            if self.reserve_l1:
+                _reserve_l1(self.compiled, device)
+        elif not (self.direct and self._directly(tensors, numbers)):
+            self._ordinary(tensors, numbers)
+
+    def _ordinary(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> Any:
+        return self.kernel[self.grid](*tensors, *numbers, **self.constants, **self.options)
+
+    def _directly(self, tensors: tuple[Any, ...], numbers: tuple[int | float, ...]) -> bool:
+        """Start the compiled kernel by position, as Triton's tutorials do, if this Triton can.
+
+        It skips the search for the compiled kernel by each of some eighty arguments. Addresses in
+        place of tensors save the driver a lookup each.
+        """
+        addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+        try:
+            self.compiled[self.grid](*addresses, *numbers, *self.constants.values())
+        except (AttributeError, TypeError, ValueError):
+            # Arguments are refused before anything starts.
+            self.direct = False
+        return self.direct
 
 
-# The driver's number of the attribute that says how much of the room shared memory gets, in
-# percent, and what it takes for itself of each program's.
-CARVEOUT, RESERVED = 9, 1024
-
-
-def _share_room(compiled: Any, device: torch.device) -> None:
-    """Have no more room for shared memory than the kernel takes: a hint, which may go unheard."""
+def _reserve_l1(compiled: Any, device: torch.device) -> None:
+    """Limit the shared-memory carve-out to what the kernel takes. The driver may ignore it."""
     whole = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     percent = -(-100 * (compiled.metadata.shared + RESERVED) // whole)
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError, ctypes.ArgumentError):
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), CARVEOUT, percent)
 
 
-def launch_of(
-    p: Plan, kind: str, *, parts: int = 0, inside: tuple[int, int] = NOWHERE,
-    grad_copies: bool = False, low: bool = False, part: int = 0, add: bool = False,
-    cut: bool = False, lse: bool = False, store: bool = False,
-) -> Launch:  # fmt: skip
-    """The kernel of this kind for the plan.
-
-    `parts`: into how many the keys of few queries are cut; `inside`: what it forms of
-    keys itself, for each slot.
-    """
-    key = (kind, parts, inside, grad_copies, low, part, add, cut, lse, store)
-    found = p.launches.get(key)
-    if found is not None:
-        return found
-    from ..triton.kernels import backward_keys, backward_queries
-    from ..triton.kernels import forward as triton_kernels
-
-    sizes = sizes_of("split" if parts else kind, p)
-    sizes = fitted(kind, sizes, p, shared_memory(p.device))
-    bm, bn = sizes.queries, sizes.keys
-    slots = p.static.slots
-    two = len(slots) == 2
-    q0, q1, k0, k1, v, band = p.aligned
-    spread = p.spread and (kind, bucket_of(p)) in SPREADS
-    flags: dict[str, Any] = {"BM": bm, "BN": bn}
-    if kind == "forward":
-        kernel: Any = triton_kernels.forward
-        flags |= {"HAS_LOW": low, "SPLIT": parts > 1, "SPREAD": spread}
-        flags |= {"INSIDE0": inside[0], "INSIDE1": inside[1], "SUMMED": p.static.summed}
-        flags |= {"FAST": 0, "GROUPED": p.static.grouped}
-    else:
-        kernel = backward_keys.backward_keys
-        flags |= {
-            "NORM0": slots[0].norm, "NORM1": two and slots[-1].norm,
-            "WANT0": slots[0].wants, "WANT1": two and slots[-1].wants,
-            "SAVE_COL0": slots[0].saves, "SAVE_COL1": two and slots[-1].saves,
-        }  # fmt: skip
-        if kind == "queries":
-            kernel = backward_queries.backward_queries
-            flags["SPREAD"] = spread
-            flags |= {"CUT": cut, "HAS_LSE": lse, "FIRST": not add}
-            flags["HAS_LOW"] = low
-        flags["ADD"] = add
-    if kind == "keys":
-        flags |= {"TMA": q0 and grad_copies and (q1 or not two), "PART": part, "STORE": store}
-    else:
-        flags["TMA"] = k0 and v and (k1 or not (two or spread))
-    flags["TOKENS"] = p.static.tokens
-    flags["TILED"] = p.static.clip >= 0 and band
-    # What has more to do needs all the registers there are.
-    lean = flags["TMA"] or p.constants["CLIP"] >= 0
-    lean = lean and p.static.simple and not p.static.dropout_p and p.dtype != torch.float32
-    lean = lean and (not two or p.constants["SAME"])
-    flags["HELD"] = sizes.held if lean else 0
-    plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0 and not two and not parts
-    if kind == "forward" and plain and flags["TMA"] and (lean or INTERPRETED):
-        flags["FAST"] = 2 if p.still else 1
-    constants = p.constants | flags
-    # The copy engine fills up what lies beyond the width.
-    constants["EVEN"] = constants["EVEN"] or flags["TMA"]
-    batch, heads, num_queries = p.static.shape
-    blocks = -(-p.num_keys // bn) if kind == "keys" else -(-num_queries // bm)
-    options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
-    if sizes.registers and lean:
-        options["maxnreg"] = sizes.registers
-    found = p.launches[key] = Launch(
-        kernel, (blocks, batch * heads, max(parts, 1)), constants, options
-    )
-    return found
+_launches: dict[tuple[Any, ...], Launch] = {}
 
 
-_helpers: dict[tuple[Any, ...], Launch] = {}
-
-
-def settles(device: torch.device) -> bool:
-    """Whether kernels have to wait for products of what was loaded and changed: see `_settle`."""
-    return on_hopper(device) and not INTERPRETED
-
-
-def helper(
-    kernel: Any, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Tensor, ...],
+def start(
+    kernel: Any, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Any, ...],
     numbers: tuple[int | float, ...], options: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Start one of the small kernels, which is given itself or by its name."""
+    """Start a small kernel, with the launch of an earlier call where all but its tensors agrees."""
     kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
-    key = (kernel, grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
-    found = _helpers.get(key)
+    # The launch holds the kernel, so that its id stays its own.
+    key = (id(kernel), grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
+    found = _launches.get(key)
     if found is None:
-        from ..triton.kernels import (
-            forward as triton_kernels,
-        )
-        from ..triton.kernels import (
-            norms as triton_numbers,
-        )
-        from ..triton.kernels import (
-            tables as triton_bands,
-        )
-
-        if len(_helpers) > 4096:
-            _helpers.clear()
-        homes = (triton_numbers, triton_bands, triton_kernels)
-        if isinstance(kernel, str):
-            kernel = next(getattr(home, kernel) for home in homes if hasattr(home, kernel))
-        found = _helpers[key] = Launch(kernel, grid, constants, options or {"num_warps": 4})
+        if len(_launches) >= MOST:
+            _launches.clear()
+        found = _launches[key] = Launch(kernel, grid, constants, options or {"num_warps": 4})
     found(tensors, numbers)

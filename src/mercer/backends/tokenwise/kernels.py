@@ -6,9 +6,9 @@
 and the same for values. W holds the kernels of a key, [B, T, H or 1, 1 + P, S], tap d in column
 R + d: the whole one, and as a query sees it that is `a` places away.
 
-What this must meet: nothing is read that a query must not see; a key or value that is not finite
-spoils the rows that see it and no others (flash attention gets zeros there, and `merge` spoils the
-rows from the first such place on); every sum is owned by one program, in float32, in a fixed order.
+Nothing is read that a query must not see. A key or value that is not finite gives NaN in the rows
+that see it and in no others: flash attention gets zeros there, and `merge` writes NaN from the first
+such place on. Each sum is owned by one program, in float32 and in a fixed order.
 
 Letters: i queries, j keys, a how far a key is before the query, d offsets of taps. N = T - P keys
 are seen by flash attention; its query n is query n + P here.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 NONE, LEFT, TRUNCATE, SHRINK = (tl.constexpr(n) for n in range(4))
-# The place of what is not there.
+# The place where all keys are finite: after the last.
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
@@ -138,22 +138,6 @@ def _visible(d, G: tl.constexpr, R: tl.constexpr, RULE: tl.constexpr):
     if RULE == SHRINK:
         seen = seen & (d <= NEAR) & (d >= -NEAR)
     return seen
-
-
-@triton.jit
-def take(
-    TABLE, IDS, OUT0, OUT1, count, width, vocab, row, TARGETS: tl.constexpr, BM: tl.constexpr
-):  # fmt: skip
-    """OUT = TABLE[id], of each target apart; not a number for an id that is not in the table."""
-    n = tl.program_id(0) * BM + tl.arange(0, BM)
-    ok = n < count
-    token = tl.load(IDS + n // width, mask=ok, other=0).to(tl.int64)
-    place = token * row + n % width
-    there = ok & (token >= 0) & (token < vocab)
-    tl.store(OUT0 + n, tl.load(TABLE + place, mask=there, other=float("nan")), mask=ok)
-    if TARGETS > 1:
-        x = tl.load(TABLE + place + width, mask=there, other=float("nan"))
-        tl.store(OUT1 + n, x, mask=ok)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""The passes of attention to convolved keys and values in plain PyTorch, without autograd.
+"""The passes around flash attention in plain PyTorch, without autograd, for CPUs.
 
-The same as triton_taps.py, where there is no Triton: see there for the letters.
+The same functions as in launch.py; the letters are explained in kernels.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .taps import Boundary, places, visible
 
 
 class Call(NamedTuple):
-    """All that is no tensor."""
+    """The options of a call."""
 
     boundary: Boundary
     causal: bool
@@ -80,8 +80,8 @@ def convolve(
 ) -> tuple[Tensor, Tensor, None]:
     """Keys and values by their whole kernels; as they came where they have none.
 
-    The key of what is not finite becomes NaN, and the value zero: flash attention on a CPU hides
-    by selection, so that this reaches the rows that see it and no others.
+    Where a key or a value is not finite, the key becomes NaN and the value zero. Flash attention on
+    a CPU hides by selection, so this reaches the rows that see the key and no others.
     """
     k, v = _seen(k, keys, call, None), _seen(v, values, call, None)
     if bool(k.sum().isfinite() & v.sum().isfinite()):

@@ -1,43 +1,34 @@
-"""Small convolution kernels, one for each key: which taps are visible, and what they make of it.
+"""Which taps of a key a query sees, and which keys a tap reads.
 
-Tap d of key j reads key j + d, for d from -p to p. What this must meet: an invisible tap is removed
-before the softmax, never multiplied by zero after it; nothing is read that the query must not see,
-so that not even a NaN there shows; and gradients are sums in a fixed order, without atomics.
+Tap d of key j reads key j + d, for d from -p to p. An invisible tap is removed before the softmax;
+it is not multiplied by zero after it.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ...filters import Filter
 from ...term.layout import accumulator
 
 Boundary = Literal["none", "left", "truncate", "shrink"]
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
 
 
-def check_boundary(boundary: object) -> None:
-    if boundary not in BOUNDARIES:
-        raise ValueError(
-            f"boundary must be one of {', '.join(BOUNDARIES)}, but came as {boundary!r}"
-        )
+class Convolution(NamedTuple):
+    """How keys and values are convolved: the arguments of `vicinity`."""
 
+    key_taps: Tensor | None  # [B or 1, K, H or 1, S]
+    value_taps: Tensor | None
+    normalize: float | None
+    boundary: Boundary
 
-def check_size(size: object) -> None:
-    if not isinstance(size, int) or size < 1 or size % 2 == 0:
-        raise ValueError(f"size must be an odd number such as 3, 5 or 7, but came as {size}")
-
-
-def check_temperature(name: str, value: object) -> None:
-    if value is None:
-        return
-    # A compiled graph compares a number that may vary, and asks no more of it.
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be None or a positive finite number, but came as {value}")
+    @property
+    def size(self) -> int:
+        """How many taps the widest kernel has."""
+        return max([1, *(x.shape[-1] for x in self[:2] if x is not None)])
 
 
 def visible(boundary: Boundary, reach: int, away: int | None) -> tuple[int, int]:
@@ -57,87 +48,10 @@ def visible(boundary: Boundary, reach: int, away: int | None) -> tuple[int, int]
             return -near, near
 
 
-def cut(
-    taps: Tensor, normalize: float | None, boundary: Boundary, away: int | None
-) -> tuple[int, Tensor]:
-    """The kernel as a query sees it that far away: its first offset, and its taps [B, K, H, n]."""
-    reach = taps.shape[-1] // 2
-    first, last = visible(boundary, reach, away)
-    kernel = taps[..., reach + first : reach + last + 1]
-    if normalize is not None:
-        kernel = (kernel / normalize).softmax(-1)
-    if away is not None and last > away:
-        # For a query, the sequence ends with itself: what lies beyond contributes nothing.
-        kernel = kernel[..., : away - first + 1]
-    return first, kernel
-
-
-def joined(
-    filter: Filter, first: int, length: int, reach: int, device: torch.device
-) -> Tensor | None:
-    """Whether tap d of key first + n stays in its sequence, [B or 1, K, S]; None if all do."""
-    if not length:
-        return None
-    b = torch.arange(filter.batch or 1, device=device)[:, None, None]
-    j = torch.arange(first, first + length, device=device)[:, None]
-    d = torch.arange(-reach, reach + 1, device=device)
-    joins = filter.to(device).joins(b, j, (j + d).clamp(first, first + length - 1))
-    if joins is True:
-        return None
-    return torch.as_tensor(joins, device=device).expand(b.shape[0], length, 2 * reach + 1)
-
-
-def convolve(x: Tensor, first: int, kernel: Tensor, joins: Tensor | None = None) -> Tensor:
-    """sum_d kernel[j, d] x[j + d], [B, H, K, D]; beyond the ends of a sequence x is zero.
-
-    Args:
-        x: [B, H, K, D].
-        first: the offset of the first tap.
-        kernel: [B or 1, K, H or 1, n], for the offsets first, first + 1, …
-        joins: which taps stay in their sequence, [B or 1, K, S], as `joined` gives it.
-    """
-    if first == 0 and kernel.shape[-1] == 0:
-        return torch.zeros_like(x)
-    return _Convolve.apply(x, kernel, joins, first)
-
-
-class _Convolve(torch.autograd.Function):
-    """Keeps x and the kernel, not a copy of x for each tap."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: Tensor, joins: Tensor | None, first: int) -> Tensor:
-        ctx.save_for_backward(x, kernel, joins)
-        ctx.first = first
-        wide = accumulator(x.dtype)
-        batch = max(x.shape[0], kernel.shape[0]) if x.shape[0] and kernel.shape[0] else 0
-        out = x.new_zeros((batch, *x.shape[1:]), dtype=wide)
-        for n in range(kernel.shape[-1]):
-            here, there = places(first + n, x.shape[2])
-            tap = kernel[:, here, :, n].transpose(1, 2)[..., None].to(wide)  # [B, H or 1, k, 1]
-            out[:, :, here] += tap * _shown(x[:, :, there], joins, here, first + n)
-        return out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, kernel, joins = ctx.saved_tensors
-        first, wide = ctx.first, accumulator(x.dtype)
-        (g,) = grads
-        g = g.to(wide)
-        dx = torch.zeros_like(g) if ctx.needs_input_grad[0] else None
-        dkernel = torch.zeros_like(kernel, dtype=wide) if ctx.needs_input_grad[1] else None
-        for n in range(kernel.shape[-1]):
-            here, there = places(first + n, x.shape[2])
-            if dx is not None:
-                tap = kernel[:, here, :, n].transpose(1, 2)[..., None].to(wide)
-                dx[:, :, there] += _shown(tap * g[:, :, here], joins, here, first + n)
-            if dkernel is not None:
-                y = _shown(x[:, :, there], joins, here, first + n)
-                d = (g[:, :, here] * y).sum(-1).transpose(1, 2)  # [B, k, H]
-                d = d if kernel.shape[2] > 1 else d.sum(2, keepdim=True)
-                dkernel[:, here, :, n] = d if kernel.shape[0] > 1 else d.sum(0, keepdim=True)
-        if dx is not None:
-            dx = (dx if x.shape[0] > 1 else dx.sum(0, keepdim=True)).to(x.dtype)
-        return dx, None if dkernel is None else dkernel.to(kernel.dtype), None, None
+def num_cut(boundary: Boundary, causal: bool, size: int) -> int:
+    """How many of the keys nearest to a query show it a kernel that is cut."""
+    reach = size // 2
+    return reach if causal and visible(boundary, reach, None)[1] > 0 else 0
 
 
 def places(d: int, length: int) -> tuple[slice, slice]:
@@ -147,33 +61,8 @@ def places(d: int, length: int) -> tuple[slice, slice]:
     return slice(low, high), slice(low + d, high + d) if high > low else slice(0, 0)
 
 
-def _shown(y: Tensor, joins: Tensor | None, here: slice, d: int) -> Tensor:
-    if joins is None:
-        return y
-    return torch.where(joins[:, None, here, d + joins.shape[-1] // 2, None], y, 0.0)
-
-
-def gather(table: Tensor, ids: Tensor) -> Tensor:
-    """table[ids], with a gradient that is the same bits each time: rows are sorted, then summed."""
-    return _Gather.apply(table, ids.long())
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.shape = table.shape
-        return table[ids]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (ids,) = ctx.saved_tensors
-        (g,) = grads
-        return sum_by_id(g.flatten(0, ids.dim() - 1), ids.flatten(), ctx.shape[0]), None
-
-
 def sum_by_id(rows: Tensor, ids: Tensor, count: int) -> Tensor:
-    """out[n] = the sum of the rows whose id is n, in their order: no atomics."""
+    """out[n] = the sum of the rows whose id is n. The order is fixed: no atomics."""
     ordered, order = ids.sort(stable=True)
     edges = torch.searchsorted(ordered, torch.arange(count + 1, device=ids.device))
     flat = rows.flatten(1)[order].to(accumulator(rows.dtype))

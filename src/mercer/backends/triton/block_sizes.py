@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
-# How weights are formed, as triton_kernels.py has it.
-PLAIN, POLY, FLAT = 1, 2, 3
-# Queries whose bands begin with the same key: blocks of pairs are no larger. And how far the queries of
-# a program that reads bands by distance are apart: as many half precision numbers as 16 bytes have.
-GRANULE, EVERY = 64, 8
+from .codes import GRANULE, POLY, SPLIT_QUERIES
+from .plan import Plan
 
 
 class Sizes(NamedTuple):
@@ -24,7 +17,7 @@ class Sizes(NamedTuple):
     keys: int
     warps: int
     stages: int
-    # The most registers of a thread, so that more blocks share a processor; 0 for no bound.
+    # The most registers of a thread, so that more programs share a processor; 0 for no bound.
     registers: int = 0
     # Which operands that a loop does not change stay in registers: of the scores (1), of dP (2), of
     # the second slot's scores (4).
@@ -94,44 +87,11 @@ FALLBACKS = {
     "near": ("table", "link"),
     "long": ("table", "link"),
 }
-# What a kernel forms of a block of keys on its way: numbers of distances, or lengths, of queries as well,
-# that products are divided by.
-NOTHING, NORMS, LENGTHS = 0, 1, 2
-NOWHERE = (NOTHING, NOTHING)
-# In place of True: there are numbers per key, and each head of a group has its own.
-EACH = 2
-# Few queries against many keys, by parts of the keys, none of which is shorter; what is wide has no room
-# for more.
-SPLIT_QUERIES, PART = 16, 512
+# For few queries, by parts of the keys. Wide features leave no room for larger blocks.
 SPLITS = {64: Sizes(16, 64, 4, 3), 128: Sizes(16, 128, 8, 2), 256: Sizes(16, 64, 4, 3)}
 # With two slots; and with a table, whose blocks are no larger than a granule.
 PART_SPLITS = SPLITS | {128: Sizes(16, 128, 8, 3)}
 TABLE_SPLITS = SPLITS | {128: Sizes(16, 64, 4, 2)}
-# The shared memory that a program may take on Hopper, in bytes.
-HOPPER = 232448
-
-
-def are_few(num_queries: int, num_keys: int) -> bool:
-    """Whether queries that do not learn are so few beside their keys that these go by parts."""
-    return num_queries <= SPLIT_QUERIES and num_keys >= PART
-
-
-@lru_cache(maxsize=16)
-def shared_memory(device: torch.device) -> int:
-    """Bytes that the blocks of one program may take: 227 KiB on Hopper, 99 on most others."""
-    if device.type != "cuda":
-        return HOPPER
-    from triton.runtime import driver
-
-    # What Triton itself compares a compiled kernel with.
-    most: int = driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
-    return most
-
-
-@lru_cache(maxsize=16)
-def on_hopper(device: torch.device) -> bool:
-    """Whether groups of warps multiply while their program goes on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def bucket_of(p: Plan) -> int:
@@ -148,7 +108,7 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
     c = p.constants
     linked = (c["LINK0"] or c["LINK1"]) and c["FORM"] != POLY
     needs = "table" if c["CLIP"] >= 0 else "link" if linked else "parts" if c["E1"] else "plain"
-    if needs == "table" and all(0 <= clause[1] < c["CLIP"] for clause in c["FILTER"]):
+    if needs == "table" and all(0 <= clause.left < c["CLIP"] for clause in p.static.filter):
         needs = "near" if c["CLIP"] < LONG else "long"
     if needs == "plain" and c["HAS_COL0"]:
         needs = "each" if c["MODE0"] == 2 else "keyed"

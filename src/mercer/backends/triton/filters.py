@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +29,8 @@ MAX_CLAUSES = 4
 PATTERNS = frozenset({Full, Causal, Earlier, Window, Memory, Strided, Fixed})
 
 
-@dataclass(frozen=True)
-class Clause:
-    """All of these together; -1 and 0 mean: no such condition."""
+class Clause(NamedTuple):
+    """Conditions on a query i and a key j that must all hold. -1 and 0 mean: no such condition."""
 
     causal: bool = False
     left: int = -1
@@ -44,21 +44,19 @@ class Clause:
     gap: int = 0
 
     def numbers(self) -> tuple[int, ...]:
-        return (
-            int(self.causal), self.left, self.right, self.memory, self.stride, self.fixed,
-            self.summary, int(self.padding), int(self.documents), self.gap,
-        )  # fmt: skip
+        """The same for kernels, whose compile-time constants are plain tuples of numbers."""
+        return tuple(map(int, self))
 
 
 @dataclass(frozen=True)
 class Clauses:
-    """The clauses, with the data they read; `simple` where each query sees one stretch of keys."""
+    """A filter: a query sees a key where one of the cases holds."""
 
-    numbers: tuple[tuple[int, ...], ...]
-    lengths: Tensor | None
-    ids: Tensor | None
-    first: int
-    simple: bool
+    cases: tuple[Clause, ...]
+    lengths: Tensor | None  # of the sequences, for padding
+    ids: Tensor | None  # of documents
+    first: int  # where the memory starts
+    simple: bool  # each query sees one stretch of keys
 
 
 def read(filter: Filter, num_queries: int, num_keys: int) -> Clauses | str:
@@ -85,10 +83,9 @@ def _read(filter: Filter, num_queries: int, num_keys: int) -> Clauses | str:
         return f"its filter is an or of {len(found)} cases, more than {MAX_CLAUSES}"
     if len(starts) > 1:
         return "its filter has memories with different starts"
-    numbers = tuple(clause.numbers() for clause in found)
     simple = len(found) == 1 and not (found[0].stride or found[0].fixed or found[0].documents)
     first = next(iter(starts), place)
-    return Clauses(numbers, data.get("lengths"), data.get("ids"), first, simple)
+    return Clauses(tuple(found), data.get("lengths"), data.get("ids"), first, simple)
 
 
 def _clauses(
@@ -150,8 +147,7 @@ def _both(a: Clause, b: Clause) -> Clause | str:
     if (a.stride and b.stride) or (a.fixed and b.fixed):
         return "its filter has two strides at once"
     kept = a if a.fixed else b
-    return replace(
-        a,
+    return a._replace(
         causal=a.causal or b.causal,
         left=_narrower(a.left, b.left),
         right=_narrower(a.right, b.right),

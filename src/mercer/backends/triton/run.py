@@ -1,11 +1,10 @@
-"""From tensors to launches of the fused kernels, with as little as possible to do for each call.
+"""From tensors to launches of the fused kernels, with as little work as possible in each call.
 
-A call forms the numbers per key and per query, looks up its `Plan`, and starts the kernels.
+A call computes the numbers per key and per query, looks up its `Plan`, and starts the kernels.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,33 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...term.layout import repeat
-from ..runtime.launch import INTERPRETED, Launch, helper, launch_of
-from . import tables as bands
-from .block_sizes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES, are_few
-from .plan import (
-    NO_LOG,
-    Inputs,
-    Numbers,
-    Plan,
-    Rows,
-    Slot,
-    Static,
+from ..runtime.device import processors
+from ..runtime.launch import Launch, start
+from . import tables
+from .codes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES
+from .layout import (
     aligned_copy,
-    copies,
-    counters,
-    cut_at_reach,
-    describe,
     empty,
-    key_parts,
-    plan,
-    processors,
-    room,
-    stores,
+    next_power_of_two,
     strides_of,
+    tma_descriptor,
+    tma_readable,
 )
-
-LOG2E = math.log2(math.e)
+from .numbers import prepare
+from .plan import Inputs, Numbers, Plan, Rows, counters, cut_at_reach, key_parts, plan, stores
+from .reductions import of_all, reduced, to_scales, zeros
+from .select import forward_launch, keys_launch, queries_launch
+from .static import Static, are_few
 
 
 def _find_tier() -> Any:
@@ -52,88 +41,16 @@ def _find_tier() -> Any:
 
 
 TIER = _find_tier()
-# Two slots and the values that are wider than this are more than the registers hold: then there is a
-# pass over the keys for each slot.
+
+# The registers hold two slots and the values up to this width. Wider ones take a pass over the keys
+# for each slot.
 ROOM = 512
-# Programs for each processor where keys are cut into parts, and how many parts are merged at most.
+# Programs for each processor where keys are cut into parts, and the most parts that are merged.
 AT_WORK, MOST_PARTS = 4, 64
 
 
-def prepare(
-    x: Inputs, static: Static, band: Tensor, inside: tuple[int, int] = NOWHERE, few: bool = False
-) -> Numbers:
-    """Numbers per key and per query, but for what a kernel forms of keys itself: `inside`.
-
-    For few queries columns do not pay.
-    """
-    cols, rows = [], []
-    # float16 ends too early for columns, and float32 has no fast product.
-    spread = len(x.q) == 1 and not few and (INTERPRETED or x.v.dtype == torch.bfloat16)
-    columns: Tensor | None = None
-    for n, slot in enumerate(static.slots):
-        col, row, k = x.col[n], x.row[n], x.k[n]
-        if slot.norm and inside[n] != NORMS:
-            # A distance's own numbers; those that came join them.
-            came, shape = col.numel() > 0, (k.shape[0], k.shape[1], k.shape[2])
-            norms, columns = _norms(k, col, None, shape, slot.mode if spread and not came else None)
-            col = add(norms, col) if came else norms
-        # What all keys have of a query counts inside of a link, and beside another term.
-        if slot.norm and (slot.link or static.summed):
-            row, _ = _norms(x.q[n], x.scale[n], slot, static.shape)
-        cols.append(col)
-        rows.append(row)
-    if columns is None:
-        mode = static.slots[0].mode
-        wanted = spread and cols[0].numel() > 0
-        columns = _columns(cols[0], x.v.dtype, mode) if wanted else cols[0]
-    return Numbers(cols[0], cols[-1], rows[0], rows[-1], columns, band)
-
-
-def add(a: Tensor, b: Tensor) -> Tensor:
-    """Two numbers per key with their own head counts."""
-    heads = max(a.shape[1], b.shape[1])
-    return repeat(a, a.shape[0], heads) + repeat(b, b.shape[0], heads)
-
-
-def _norms(
-    x: Tensor,
-    scale: Tensor,
-    slot: Slot | None,
-    shape: tuple[int, int, int],
-    spread_for: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """-scale |x|^2 / 2, of shape; without a slot the scale is 1.
-
-    To be spread for scales of a mode, the same comes as columns, too.
-    """
-    split = spread_for is not None
-    out = x.new_empty(shape, dtype=torch.float32)
-    columns = x.new_empty(*shape, 16) if split else None
-    width = x.shape[-1]
-    mode, number, log = (0, 1.0, NO_LOG) if slot is None else (slot.mode, slot.number, slot.log)
-    helper(
-        "half_norms", (-(-shape[2] // 32), shape[0] * shape[1], 1),
-        {"WIDTH": room(width), "MODE": mode, "LOG": log, "BM": 32, "SPLIT": split,
-         "FOR": spread_for or 0},
-        (x, scale, out, out if columns is None else columns),
-        (number, 0 if scale.numel() == 1 else 1, shape[1], shape[2], width, *strides_of(x, shape[0])),
-    )  # fmt: skip
-    return out, columns
-
-
-def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
-    """Numbers per key as columns whose sum they are, [B, H, K, 16]."""
-    col = col.contiguous()
-    out = col.new_empty(*col.shape, 16, dtype=dtype)
-    count = col.numel()
-    helper(
-        "split_columns", (-(-count // 256), 1, 1), {"BM": 256, "FOR": mode}, (col, out), (count,)
-    )
-    return out
-
-
 def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
-    """What all kernels take first; blocks that a loop reads are described for the copy engine."""
+    """The tensors that all kernels take first. TMA descriptors stand for blocks that a loop reads."""
     k1 = ready.columns if p.spread else x.k[-1]
     tensors: list[Any] = [
         x.q[0], x.k[0], x.q[-1], k1, x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
@@ -141,35 +58,37 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids,
     ]  # fmt: skip
     c = launch.constants
-    if c["TILED"]:
-        tensors[12] = describe(ready.band, c["BM"], c["BN"])
+    if c["TABLE"].tiled:
+        tensors[12] = tma_descriptor(ready.band, c["BM"], c["BN"])
     if c["TMA"]:
         rows = c["BM"] if kind == "keys" else c["BN"]
         first, second = (0, 2) if kind == "keys" else (1, 3)
-        tensors[first] = describe(tensors[first], rows, c["E0"])
-        if c["E1"] or c.get("SPREAD"):
-            tensors[second] = describe(tensors[second], rows, c["E1"] or 16)
+        tensors[first] = tma_descriptor(tensors[first], rows, p.constants["E0"])
+        if (e1 := p.constants["E1"]) or c.get("SPREAD"):
+            tensors[second] = tma_descriptor(tensors[second], rows, e1 or 16)
         if kind != "keys":
-            tensors[4] = describe(tensors[4], rows, c["V"])
+            tensors[4] = tma_descriptor(tensors[4], rows, c["V"])
     return tensors
 
 
 def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
+    from .kernels import forward as forward_kernels
+
     x = x.readable()
     v = x.v
     batch, heads, num_queries = static.shape
     if are_few(num_queries, v.shape[2]) and not static.trains:
         return _few(x, static)
-    ready = prepare(x, static, bands.form(x.bias, static, v))
+    ready = prepare(x, static, tables.form(x.bias, static, v))
     keeps = keeps_low(static, v)
     p, *others = _plans_of(x, static, ready)
     out, low, lse = forward_of(x, p, ready, keeps=keeps)
     for other in others:
         far = forward_of(x, other, ready, keeps=keeps)
         band = ready.band
-        helper(
-            "merge_far", (-(-num_queries // 64), batch * heads, 1),
+        start(
+            forward_kernels.merge_far, (-(-num_queries // 64), batch * heads, 1),
             {"V": p.constants["V"], "BM": 64, "HAS_LOW": keeps, "TOKENS": static.tokens},
             (out, low, lse, *far, band),
             (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
@@ -178,13 +97,13 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
 
 
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
-    """`forward` for few queries: by parts of the keys, which are read once."""
+    """`forward` for few queries: programs share the keys, so that all processors are busy."""
     shape, group = static.shape, _group(x, static)
     inside = _inside(x, static)
-    band = bands.form(x.bias, static, x.v)
+    band = tables.form(x.bias, static, x.v)
     ready = prepare(x, static, band, inside, few=True)
     if group > 1:
-        # The heads that share keys are queries at one place.
+        # Heads that share keys become queries at one place, so that keys are read once.
         x = replace(x, q=[_grouped(y, group) for y in x.q])
         ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
         static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
@@ -194,7 +113,7 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
 
 
 def _inside(x: Inputs, static: Static) -> tuple[int, int]:
-    """What the kernel forms of keys on its way, for each slot: where one block of features is all."""
+    """INSIDE of each slot: what the kernel computes from keys (see codes.py)."""
     found = [
         NORMS if slot.norm and not col.numel() else LENGTHS if slot.unit else NOTHING
         for slot, col in zip(static.slots, x.col, strict=True)
@@ -205,9 +124,9 @@ def _inside(x: Inputs, static: Static) -> tuple[int, int]:
 
 
 def _group(x: Inputs, static: Static) -> int:
-    """How many heads have all of their keys in common, if one query can have them as queries.
+    """How many heads share all of their keys, if there is one query; else 1.
 
-    Numbers per key may be those of fewer or of more heads.
+    Numbers per key may belong to fewer or to more heads.
     """
     _, heads, num_queries = static.shape
     counts = [y.shape[1] for y in (*x.k, x.v)]
@@ -223,7 +142,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 
 
 def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
-    """The launches that make up a call: one, or with a table that within its reach and that beyond."""
+    """The plans of a call: one, or with a table that within its reach and that beyond."""
     return [plan(x, part, ready) for part in cut_at_reach(static, x.v.shape[2])]
 
 
@@ -235,6 +154,8 @@ def forward_of(
 
     `parts`: into how many the keys of few queries are cut.
     """
+    from .kernels import forward as forward_kernels
+
     static, v = p.static, x.v
     batch, heads, num_queries = static.shape
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
@@ -246,12 +167,12 @@ def forward_of(
     targets = (out, low, lse)
     if parts > 1:
         targets = (lse.new_empty(parts, *out.shape), low, lse.new_empty(parts, *lse.shape))
-    launch = launch_of(p, "forward", parts=parts, inside=inside, low=low.numel() > 0)
+    launch = forward_launch(p, parts=parts, inside=inside, low=low.numel() > 0)
     launch((*_tensors(x, ready, p, launch, "forward"), *targets), p.numbers(x.seed))
     if parts > 1:
         rows = batch * heads * num_queries
-        helper(
-            "merge", (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
+        start(
+            forward_kernels.merge, (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
             (targets[0], targets[2], out, lse), (rows, parts, v.shape[-1]),
         )  # fmt: skip
     return out, low, lse
@@ -264,12 +185,12 @@ def keeps_low(static: Static, v: Tensor) -> bool:
 
 
 def empty_low(out: Tensor, keeps: bool) -> Tensor:
-    """Room for what rounding takes from an output: eight bits of each number."""
+    """An empty tensor for what rounding takes from an output: eight bits of each number."""
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
 def _parts(p: Plan) -> int:
-    """Into how many parts the keys are cut, so that few queries keep the whole device busy."""
+    """Into how many parts the keys of few queries are cut, so that all processors are busy."""
     batch, heads, _ = p.static.shape
     most = AT_WORK * processors(p.device) // (batch * heads)
     return max(1, min(p.num_keys // PART, most, MOST_PARTS))
@@ -279,7 +200,9 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
     static: Static, band: Tensor, ready: Numbers | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, scale, row, col and what the band is of, in this order."""
+    """The gradients of q, k, v, scale, row, col, and of the table or its queries and rows."""
+    from .kernels import norms
+
     x = given.readable()
     v = x.v
     ready = prepare(x, static, band) if ready is None else ready._replace(band=band)
@@ -294,7 +217,7 @@ def backward(
     elif static.clip >= 0 or any(slot.link for slot in static.slots):
         grad_lse = torch.zeros_like(lse)
     else:
-        # Nobody reads it.
+        # No kernel reads it.
         grad_lse = lse
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     width = v.shape[-1]
@@ -309,7 +232,7 @@ def backward(
     ]
     drow = [torch.empty_like(y) for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
-    dband = bands.empty_gradient(band, static, v) if static.clip >= 0 else (delta, delta)
+    dband = tables.empty_gradient(band, static, v) if static.clip >= 0 else (delta, delta)
     rows = Rows(grad_out, lse2, delta, grad_lse, counters(lse))
     of_keys = (dk, dv, dcol, ds)
     within = (dq, ds, drow, *dband)
@@ -319,9 +242,9 @@ def backward(
     whole = len(plans) == 1
     way = TIER.way(x, p, grad_out, _outcome) if whole and TIER is not None else ""
     if banded or way == "stores":
-        helper(
-            "deltas", (-(-num_queries // 64), batch * heads, 1),
-            {"WIDTH": room(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
+        start(
+            norms.deltas, (-(-num_queries // 64), batch * heads, 1),
+            {"WIDTH": next_power_of_two(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
             (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters),
             (heads, num_queries, width),
@@ -334,31 +257,30 @@ def backward(
     alone = way == "stores" and scales is not None and TIER.scale_by_keys(p, given_lse)
     if scales is None and banded:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
-        of_bias = bands.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
+        of_bias = tables.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
     elif scales is None:
         backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
     for p in plans[1:]:
-        # The table's end is a shift of log_mass.
+        # Beyond its reach a table only shifts log_mass.
         backward_of(x, p, ready, rows._replace(lse2=lse2 - band[..., 0]), of_keys, within)
-    dq = [_reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
+    dq = [reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [
-        _reduced(y, to) if slot.keys or not n else _zeros(to)
+        reduced(y, to) if slot.keys or not n else zeros(to)
         for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
     ]
     scales = scales or [
-        _to_scales(y, to, slot, num_queries, alone)
+        to_scales(y, to, slot, num_queries, alone)
         for y, to, slot in zip(ds, given.scale, slots, strict=True)
     ]
     dscale = [
-        _of_all(y, to) if y.numel() else _zeros(to)
-        for y, to in zip(scales, given.scale, strict=True)
+        of_all(y, to) if y.numel() else zeros(to) for y, to in zip(scales, given.scale, strict=True)
     ]
     dcol = [
-        _reduced(y, to) if y.numel() else _zeros(to) for y, to in zip(dcol, given.col, strict=True)
+        reduced(y, to) if y.numel() else zeros(to) for y, to in zip(dcol, given.col, strict=True)
     ]
     if static.clip >= 0 and not of_bias:
-        of_bias = bands.gradients(dband, given.bias, static, v)
-    return [*dq, *dk, _reduced(dv, given.v), *dscale, *drow, *dcol, *of_bias]
+        of_bias = tables.gradients(dband, given.bias, static, v)
+    return [*dq, *dk, reduced(dv, given.v), *dscale, *drow, *dcol, *of_bias]
 
 
 def backward_of(
@@ -367,16 +289,16 @@ def backward_of(
 ) -> None:  # fmt: skip
     """Both passes of one plan.
 
-    With `made`, what the forward gave, `rows` are formed; without, this adds its share to the gradients
-    of a plan before.
+    With `made`, the results of the forward, it fills `rows`. Without, it adds its share to the
+    gradients of an earlier plan.
     """
     grad_out, lse2, *_ = rows
     first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
-    launch = launch_of(p, "queries", add=not first, cut=cut, lse=lse, low=low)
+    launch = queries_launch(p, add=not first, cut=cut, lse=lse, low=low)
     c = launch.constants
-    if c["TILED"]:
-        dband = describe(dband, c["BM"], c["BN"])
+    if c["TABLE"].tiled:
+        dband = tma_descriptor(dband, c["BM"], c["BN"])
     launch(
         (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
          dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends),
@@ -389,7 +311,7 @@ def _backward_keys(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
     dband: Tensor | None = None, *, add: bool = False,
 ) -> None:  # fmt: skip
-    """The pass over keys; with room for them, it stores the gradients of all pairs."""
+    """The pass over keys. With `dband` it stores the gradients of all pairs there."""
     grad_out, lse2, delta, *_ = rows
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys
@@ -398,14 +320,14 @@ def _backward_keys(
         return
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
-        launch = launch_of(
-            p, "keys", grad_copies=copies(grad_out), part=part, add=add, store=dband is not None
+        launch = keys_launch(
+            p, grad_by_tma=tma_readable(grad_out), part=part, add=add, store=dband is not None
         )
         c = launch.constants
         launch(
             (*_tensors(x, ready, p, launch, "keys"),
-             describe(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
-             lse2, delta, delta if dband is None else describe(dband, c["BM"], c["BN"]),
+             tma_descriptor(grad_out, c["BM"], c["V"]) if c["TMA"] else grad_out,
+             lse2, delta, delta if dband is None else tma_descriptor(dband, c["BM"], c["BN"]),
              dk[0], dk[-1], dv, dcol[0], dcol[-1], ds[0], ds[-1]),
             p.numbers(x.seed),
         )  # fmt: skip
@@ -419,50 +341,3 @@ def _outcome(x: Inputs, static: Static, backward_too: bool) -> list[Tensor]:
     draw = torch.Generator(out.device).manual_seed(1)
     grad = torch.randn(out.shape, generator=draw, device=out.device).to(out.dtype)
     return backward(grad, None, out, lse, low, x, static, ready.band, ready)
-
-
-def _to_scales(sums: Tensor, given: Tensor, slot: Slot, num_queries: int, alone: bool) -> Tensor:
-    """The gradients of scales from what each query and each key adds to them; `alone`: each key."""
-    if not sums.numel() or given.dim() == 3:
-        return sums[..., :num_queries]
-    batch, heads, line = sums.shape
-    first = num_queries if alone else 0
-    out = sums.new_empty(heads)
-    helper(
-        "sum_to_scale", (heads, 1, 1), {"LOG": slot.log, "BLOCK": 8192}, (sums, given, out),
-        (batch, heads, line, first, line - first, 0 if given.numel() == 1 else 1), {"num_warps": 16},
-    )  # fmt: skip
-    return out
-
-
-def _of_all(scales: Tensor, given: Tensor) -> Tensor:
-    """The gradient of one scale is the sum of those of all heads'."""
-    return scales if given.numel() > 1 else scales.sum(0, keepdim=True)
-
-
-def _zeros(given: Tensor) -> Tensor:
-    """No gradient; where there is nothing to fill, nothing is started to fill it."""
-    return torch.zeros_like(given) if given.numel() else given.new_empty(given.shape)
-
-
-def _reduced(grad: Tensor, given: Tensor) -> Tensor:
-    """Summed over the heads and sequences that read the same tensor."""
-    if given.shape[:2] == grad.shape[:2]:
-        return grad.to(given.dtype)
-    if given.shape[1] != grad.shape[1]:
-        grad = grad.unflatten(1, (given.shape[1], -1)).sum(2, dtype=torch.float32)
-    if given.shape[0] != grad.shape[0]:
-        grad = grad.sum(0, keepdim=True, dtype=torch.float32)
-    return grad.to(given.dtype).contiguous()
-
-
-def turn(x: Tensor, waves: Tensor, sign: float) -> Tensor:
-    """Pairs of features turned by angles of their places, [B, H, T, P]; back with a sign of -1."""
-    batch, heads, length, width = x.shape
-    out = x.new_empty(x.shape)
-    helper(
-        "turn", (-(-length // 32), batch * heads, 1),
-        {"PAIRS": width // 2, "ROOM": room(width // 2), "BM": 32},
-        (x, waves, out), (heads, length, *strides_of(x, batch), sign),
-    )  # fmt: skip
-    return out

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ...term.factors import Apart, Factor, Sloped, Steered, Unit, late, unit
 from ...term.layout import join, repeat
-from ...term.sinusoids import Turned, turned
+from ...term.sinusoids import Turned
 from ...term.term import Term
-from .block_sizes import are_few
-from .run import add
+from .numbers import add
+from .sinusoids import queries
+from .static import are_few
 
 
 class Joined(Apart):
@@ -53,7 +54,7 @@ def slots_of(term: Term, dtype: torch.dtype, learns: bool) -> list[Factor]:
     alone = len(term.factors) == 1 and not learns
     plain = [_of_length_1(f, dtype, alone) if isinstance(f, Unit) else f for f in plain]
     if len(plain) + len(linked) > 2 and len(plain) > 1:
-        plain = [_merged(plain, dtype)]
+        plain = [_merged([_rotated(f, dtype) for f in plain], dtype)]
     for f in bare:
         # A number per key alone joins a factor whose scale it can be divided by, or gets its own.
         target = next((n for n, p in enumerate(plain) if _joinable(p)), None)
@@ -69,11 +70,11 @@ def slots_of(term: Term, dtype: torch.dtype, learns: bool) -> list[Factor]:
         assert not isinstance(second.scale, Tensor)
         ratio = second.scale / first.scale
         if isinstance(second, Turned):
-            q, k = turned(second.c, second.base, ratio).to(dtype), second.keys_in(dtype)
+            q, k = queries(second, dtype, ratio), second.keys_in(dtype)
         else:
             q, k = second.q if ratio == 1.0 else (second.q.float() * ratio).to(dtype), second.k
         plain[1] = Factor(q=q, k=k, scale=first.scale)
-    return plain + linked
+    return [_rotated(f, dtype) for f in plain] + linked
 
 
 def summands(first: Term, second: Term) -> list[Factor] | None:
@@ -86,6 +87,13 @@ def summands(first: Term, second: Term) -> list[Factor] | None:
         slots.append(_as_given(f) if isinstance(f := term.factors[0], Unit) else f)
     one, other = slots
     return slots if one.q is other.q and one.k is other.k else None
+
+
+def _rotated(f: Factor, dtype: torch.dtype) -> Factor:
+    """Sinusoids as a factor with features of this dtype; other factors as they are."""
+    if not isinstance(f, Turned):
+        return f
+    return Factor(q=queries(f, dtype), k=f.keys_in(dtype))
 
 
 def _as_given(f: Unit) -> Factor:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ...term.factors import Steered
 from .. import Task
-from ..runtime.launch import helper
-from .plan import Inputs, Log, Static, Steer, expanded, readable_rows, room, strides_of
+from ..runtime.launch import start
+from .layout import expanded, next_power_of_two, readable_rows, strides_of
+from .plan import Inputs
+from .static import Log, Static, Steer
 
 # Places of a sum that one program takes: few, so that there are programs enough for all processors.
 PART = 128
@@ -77,10 +79,12 @@ class _Steer(torch.autograd.Function):
 
 def _scales(x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
     """1 / s_i^2, [B, H, T], for log s_i = log s + reach tanh(<x_i, w> / reach)."""
+    from .kernels import norms
+
     batch, heads, length, width = x.shape
     out = w.new_empty(batch, heads, length)
-    helper(
-        "steer", (-(-length // 64), batch * heads, 1), {"WIDTH": room(width), "BM": 64, "BEND": bend},
+    start(
+        norms.steer, (-(-length // 64), batch * heads, 1), {"WIDTH": next_power_of_two(width), "BM": 64, "BEND": bend},
         (x, w, log, out), (*_steering(x, w, log), reach),
     )  # fmt: skip
     return out
@@ -91,14 +95,16 @@ def _gradients(
     to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, w and log; that of x is added to one that is there."""
+    from .kernels import norms
+
     batch, heads, length, width = x.shape
     parts = -(-length // PART)
     dx = x.new_empty(x.shape) if to is None else to
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     sums = w.new_empty(batch, heads, parts, width + 1)
-    helper(
-        "steer_backward", (parts, batch * heads, 1),
-        {"WIDTH": room(width), "BM": 64, "PART": PART, "BEND": bend, "ADD": to is not None},
+    start(
+        norms.steer_backward, (parts, batch * heads, 1),
+        {"WIDTH": next_power_of_two(width), "BM": 64, "PART": PART, "BEND": bend, "ADD": to is not None},
         (x, w, log, grad, dx, sums),
         (*_steering(x, w, log), *strides_of(dx, batch), *grad.stride()[:2], reach),
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Bands of a table for the fused kernels, and the gradients of what they were formed from.
+"""Bands of tables for the fused kernels, and the gradients of what they were formed from.
 
-A table comes as numbers for every distance, or as queries and rows whose products it has.
+A table comes as a number for every query and distance, or as queries and rows whose products it has.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.launch import helper, settles
-from .block_sizes import EVERY, GRANULE, shared_memory
-from .plan import Bias, Static, one_sided, processors, readable_rows, room, sees_all, strides_of
+from ..runtime.device import processors, settles, shared_memory
+from ..runtime.launch import start
+from .codes import EVERY, GRANULE
+from .layout import next_power_of_two, readable_rows, strides_of
+from .plan import Bias, sees_all
+from .static import Static, one_sided
 
-# Pairs of a band that is kept for the backward; a larger one is formed again.
+# Pairs of a band that is kept for the backward. A larger one is formed again.
 KEPT = 2**30
 
 
 def width_of(clip: int, sided: bool, num_keys: int) -> int:
-    """The keys of a line of a band: those within reach of a granule's queries, and a block more."""
+    """The keys of a line of a band: all within reach of a granule's queries, and a block more."""
     reach = clip + 1 if sided else 2 * clip + 1
     return min(_whole(reach + 2 * GRANULE + 14), _whole(num_keys))
 
@@ -38,12 +41,14 @@ def shape_of(bias: Bias, static: Static, num_keys: int) -> tuple[int, int, int, 
 
 
 def dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """float16 has room for logarithms, and more of their digits than bfloat16."""
+    """float16 has the range for logarithms, and more digits than bfloat16."""
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
 def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     """The band, [B or 1, H, Q, width], to the base 2; empty where there is no table."""
+    from .kernels import tables as kernels
+
     if static.clip < 0:
         return v.new_empty(0)
     num_keys = v.shape[2]
@@ -54,7 +59,7 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     constants: dict[str, Any] = {
         "CLIP": static.clip, "SIDED": one_sided(static.filter), "SCORED": rows is not None,
         "HALF": _half(bias, static), "REST": rows is not None and rows.dtype != v.dtype,
-        "WIDTH": 16, "BM": 64, "BR": 64, "PRECISION": "tf32", "APART": EVERY,
+        "WIDTH": 16, "BM": 64, "BR": 64, "PRECISION": "tf32",
     }  # fmt: skip
     size, rest_of, strides = 0, 0, [0] * 7
     table = v
@@ -63,16 +68,13 @@ def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
         size, rest_of, per_head = rows.shape[-1], rows.numel(), _per_head(rows)
         x, rows = readable_rows(x), halves(rows, x.dtype)
         constants |= _product(x)
-        if _takes_more(x, static):
-            # What is written then begins at multiples of 32 bytes, as memory does.
-            constants |= {"BR": 128, "APART": 2 * EVERY}
         strides[:4] = [*strides_of(x, batch), per_head]
     elif bias.table is not None:
         table = readable_rows(bias.table)
         strides[4:] = table.stride()[:3]
     block = constants["BR"] * constants["WIDTH"]
-    helper(
-        "spread", (_programs(num_queries, constants, constants["APART"]), batch * heads, 1),
+    start(
+        kernels.spread, (_programs(num_queries, constants), batch * heads, 1),
         constants,
         (v if x is None else x, v if rows is None else rows, table, band),
         (heads, num_queries, num_keys, width, size, rest_of, *strides),
@@ -95,20 +97,22 @@ def again(band: Tensor, bias: Bias, static: Static, v: Tensor) -> Tensor:
 
 def halves(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows in a dtype, and behind them what rounding took from them."""
+    from .kernels import tables as kernels
+
     if dtype == rows.dtype:
         return rows
     out = rows.new_empty(2, *rows.shape, dtype=dtype)
     count = rows.numel()
-    helper("halves", (-(-count // 1024), 1, 1), {"BM": 1024}, (rows, out), (count,))
+    start(kernels.halves, (-(-count // 1024), 1, 1), {"BM": 1024}, (rows, out), (count,))
     return out
 
 
 def empty_gradient(band: Tensor, static: Static, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the gradient of a band, by batch, and for that of a table's ends."""
+    """Empty gradients of a band and of a table's ends."""
     batch, heads, num_queries = static.shape
     shape = (batch, heads, num_queries, band.shape[-1])
     sided = one_sided(static.filter)
-    # A causal pass visits all that is read again; others leave gaps.
+    # A causal pass writes every pair that is read later. Other filters leave gaps, which must be 0.
     whole = sided and static.simple
     whole = whole and all(sees_all(c, static, v.shape[2]) for c in static.filter)
     make = band.new_empty if whole else band.new_zeros
@@ -120,10 +124,13 @@ def gradients(
     grads: tuple[Tensor, Tensor], bias: Bias, static: Static, v: Tensor,
     stored: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Those of the table, or of the queries and the rows.
+    """The gradients of the table, or of the queries and the rows.
 
-    Where all pairs are `stored`, the keys of the dot product make its queries' gradient, too.
+    `stored`: keys and dq of the dot product. The band then has the gradients of all pairs, and dq is
+    formed here, too.
     """
+    from .kernels import tables as kernels
+
     dband, ends = grads
     batch, heads, num_queries = static.shape
     num_keys, width, clip = v.shape[2], dband.shape[-1], static.clip
@@ -133,8 +140,8 @@ def gradients(
     if bias.table is not None:
         dtable = ends.new_empty(batch, heads, num_queries, 2 * clip + 1)
         mine = common | {"BM": 16, "BR": 64}
-        helper(
-            "band_to_table", (_programs(num_queries, mine), batch * heads, clip // 32 + 2), mine,
+        start(
+            kernels.band_to_table, (_programs(num_queries, mine), batch * heads, clip // 32 + 2), mine,
             (dband, ends, dtable), lengths,
         )  # fmt: skip
         return [dtable if bias.table.shape[0] == batch else dtable.sum(0, keepdim=True)]
@@ -145,13 +152,13 @@ def gradients(
     constants = common | _product(x)
     pairs, block = constants["BM"] * constants["BR"], constants["BR"] * constants["WIDTH"]
     dx = x.new_empty(x.shape)
-    # Without stored pairs, nobody reads the keys.
+    # Without stored pairs the keys are not read.
     k, dq = stored or (x, dx)
     if stored is not None:
-        block += pairs + constants["BR"] * room(k.shape[-1])
-    helper(
-        "band_to_queries", (_programs(num_queries, constants), batch * heads, 1),
-        constants | {"HALF": _half(bias, static), "KEYS": room(k.shape[-1]) if stored else 0,
+        block += pairs + constants["BR"] * next_power_of_two(k.shape[-1])
+    start(
+        kernels.band_to_queries, (_programs(num_queries, constants), batch * heads, 1),
+        constants | {"HALF": _half(bias, static), "KEYS": next_power_of_two(k.shape[-1]) if stored else 0,
                      "TOKENS": static.tokens, "SETTLE": settles(v.device)},
         (dband, ends, rows.to(x.dtype), k, dq, dx),
         (heads, heads // k.shape[1], *lengths, size, k.shape[-1], _per_head(rows),
@@ -166,46 +173,46 @@ def _of_rows(
     *, stored: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of the rows."""
+    from .kernels import tables as kernels
+
     dband, ends = grads
     assert bias.asking is not None
     assert bias.rows is not None
     batch, heads, num_queries = static.shape
     x, total = readable_rows(bias.asking), bias.rows.shape[1]
     constants = constants | {"STORED": stored}
-    if _takes_more(x, static):
-        constants["BR"] = 128
     size, count = x.shape[-1], static.clip + 1 if constants["SIDED"] else total
     lengths = (num_queries, v.shape[2], dband.shape[-1])
-    # Up to seven distances more, for the sake of alignment.
+    # Alignment adds up to seven distances.
     blocks = -(-(count + EVERY - 1) // constants["BR"])
-    # As many parts as keep the device busy.
+    # Enough parts to fill the device.
     most = _programs(num_queries, constants) // EVERY
     parts = min(max(8 * processors(v.device) // (EVERY * heads * blocks), 1), most)
     sums = ends.new_empty(heads, EVERY * parts, count, size)
-    helper(
-        "band_to_rows", (EVERY * parts, blocks, heads), constants, (x, dband, ends, sums),
+    start(
+        kernels.band_to_rows, (EVERY * parts, blocks, heads), constants, (x, dband, ends, sums),
         (batch, heads, *lengths, size, count, parts, *strides_of(x, batch)),
         _staged(v, constants["BM"] * (constants["BR"] + constants["WIDTH"]), constants),
     )  # fmt: skip
     drows = bias.rows.new_empty(bias.rows.shape)
     shared = heads // drows.shape[0]
-    # Rows that many heads share have many parts, but few programs.
+    # Rows that many heads share have many parts but few programs.
     many = shared * EVERY * parts > 32
-    block = {"BR": 1 if many else 16, "BP": 32 if many else 1, "WIDTH": room(size)}
-    helper(
-        "sum_rows", (-(-total // block["BR"]), drows.shape[0], 1), block, (sums, drows),
+    block = {"BR": 1 if many else 16, "BP": 32 if many else 1, "WIDTH": next_power_of_two(size)}
+    start(
+        kernels.sum_rows, (-(-total // block["BR"]), drows.shape[0], 1), block, (sums, drows),
         (shared, EVERY * parts, count, total, size),
     )  # fmt: skip
     return drows
 
 
-def _programs(num_queries: int, constants: dict[str, Any], apart: int = EVERY) -> int:
-    """How many programs take BM queries each, so far apart."""
-    return apart * -(-num_queries // (apart * constants["BM"]))
+def _programs(num_queries: int, constants: dict[str, Any]) -> int:
+    """How many programs take BM queries each."""
+    return EVERY * -(-num_queries // (EVERY * constants["BM"]))
 
 
 def _staged(v: Tensor, numbers: int, constants: dict[str, Any]) -> dict[str, int]:
-    """As many stages of so many numbers as the shared memory holds, up to three."""
+    """Up to three stages of so many numbers: as many as the shared memory holds."""
     size = v.dtype.itemsize
     kept = constants["BM"] * (constants["WIDTH"] * size + 4 * constants["BR"]) + 2048
     stages = (shared_memory(v.device) - kept) // (numbers * size)
@@ -216,21 +223,16 @@ def _staged(v: Tensor, numbers: int, constants: dict[str, Any]) -> dict[str, int
 
 
 def _product(x: Tensor) -> dict[str, Any]:
-    """How blocks of queries and rows are multiplied; those of float32 are twice as large."""
+    """How blocks of queries and rows are multiplied. float32 takes twice the shared memory."""
     wide = x.dtype == torch.float32
     return {
-        "WIDTH": room(x.shape[-1]), "BM": 64, "BR": 32 if wide else 64,
+        "WIDTH": next_power_of_two(x.shape[-1]), "BM": 64, "BR": 32 if wide else 64,
         "PRECISION": "ieee" if wide else "tf32",
     }  # fmt: skip
 
 
-def _takes_more(x: Tensor, static: Static) -> bool:
-    """Whether blocks of twice as many distances are faster: of narrow features, and many."""
-    return static.clip > 1024 and x.dtype.itemsize == 2 and x.shape[-1] <= 64
-
-
 def _half(bias: Bias, static: Static) -> bool:
-    """Whether there are only the rows of keys up to the query."""
+    """Whether the table has no rows for keys after the query."""
     return bias.rows is not None and bias.rows.shape[1] == static.clip + 1
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...runtime.launch import INTERPRETED
-from ..block_sizes import on_hopper
-from ..plan import Inputs, Plan, Static
+from ...runtime.device import INTERPRETED, on_hopper
+from ..plan import Inputs, Plan
+from ..static import Static
 
 # Queries and keys of a check: half of a program's keys at the end, and enough for a table whose pairs
 # are stored. Where there are more keys than queries, so many more.

@@ -11,8 +11,10 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ..block_sizes import PLAIN
-from ..plan import Plan, copies, processors
+from ...runtime.device import processors
+from ..codes import PLAIN
+from ..layout import tma_readable
+from ..plan import Plan
 
 # Keys that a warp group owns, and queries of a block.
 GROUP = 64
@@ -58,7 +60,7 @@ def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
         plain = plain and c["SAME"] and not c["HAS_COL1"] and c["E1"] in (64, 128)
         plain = plain and q1 and k1
     sized = c["E0"] in (64, 128) and c["V"] in (64, 128)
-    return bool(plain and sized and q0 and k0 and v and copies(grad))
+    return bool(plain and sized and q0 and k0 and v and tma_readable(grad))
 
 
 def stores(p: Plan, grad: Tensor) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.launch import Launch, helper
-from ..block_sizes import shared_memory
-from ..plan import Inputs, Numbers, Plan, Rows, describe, key_parts, processors, room
+from ...runtime.device import processors, shared_memory
+from ...runtime.launch import Launch, start
+from ..layout import next_power_of_two, tma_descriptor
+from ..plan import Inputs, Numbers, Plan, Rows, key_parts
 from .eligible import (
     GROUP,
     SUMMED,
@@ -99,20 +100,28 @@ def all_passes(
     lengths = tensors[8]
     bm, bn, *_ = reader_sizes(p)
     both, scales = reads_two(p, lse), []
-    to_queries: tuple[Any, ...] = (describe(pairs, bn, bm), describe(x.k[0], bn, c["E0"]))
+    to_queries: tuple[Any, ...] = (
+        tma_descriptor(pairs, bn, bm),
+        tma_descriptor(x.k[0], bn, c["E0"]),
+    )
     if both:
         scales = [ds[0].new_empty(heads)] if scale_by_keys(p, lse) else []
         to_queries += (x.scale[0], lengths, dq[0], ds[0], *(scales or ds[:1]))
     else:
-        second = describe(ready.columns, bn, 16) if p.spread else x.v
+        second = tma_descriptor(ready.columns, bn, 16) if p.spread else x.v
         to_queries += (
-            describe(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
+            tma_descriptor(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
             lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
         )  # fmt: skip
     to_keys: tuple[Any, ...] = ()
     if two:
         bm, bn = TO_KEYS[:2]
-        to_keys = (describe(pairs, bn, bm), describe(x.q[1], bm, c["E1"]), lengths, of_keys[0][1])
+        to_keys = (
+            tma_descriptor(pairs, bn, bm),
+            tma_descriptor(x.q[1], bm, c["E1"]),
+            lengths,
+            of_keys[0][1],
+        )
     for offset in range(0, batch * heads, count):
         own = min(count, batch * heads - offset)
         numbers = (*p.numbers(x.seed), offset)
@@ -159,7 +168,7 @@ def one_pass(
         # Numbers per key that are norms, and nothing else, say how large keys are.
         "NORMS": p.bounded, "EACH": each,
     }  # fmt: skip
-    helper(
+    start(
         dq_fixed_point.before_sums, (blocks + key_blocks, parts, 1), flags | before,
         (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, counters,
          bounds, most, shares, begun, whole),
@@ -171,8 +180,8 @@ def one_pass(
     alike = slot.wants and not each
     dscale = delta.new_empty(heads if alike else 0)
     after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")} | {"EACH": each}
-    helper(
-        dq_fixed_point.after_sums, (blocks + alike, parts, 1), flags | after | {"ROOM": room(key_blocks)},
+    start(
+        dq_fixed_point.after_sums, (blocks + alike, parts, 1), flags | after | {"ROOM": next_power_of_two(key_blocks)},
         (whole, shares, x.q[0], x.scale[0], ready.col0, grad_lse, lse2, bounds, most, ds[0], dscale,
          dq[0]),
         numbers,
@@ -241,7 +250,9 @@ def _keys(
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
     # Spilled registers go to L1, so the launch reserves L1 by limiting the shared-memory carve-out.
-    found = p.launches[key] = Launch(backward_keys, grid, constants, {"num_warps": 4}, caches=True)
+    found = p.launches[key] = Launch(
+        backward_keys, grid, constants, {"num_warps": 4}, reserve_l1=True
+    )
     return found
 
 
@@ -303,7 +314,7 @@ def _of(x: Tensor, width: int = 0, bits: int = 16, swizzle: int = 128) -> Any:
     """A TMA descriptor of x, in blocks of 64 rows."""
     cls, layout = _descriptor(bits, swizzle)
     found: Any = object.__new__(cls)
-    block = describe(x, GROUP, width or room(x.shape[-1]))
+    block = tma_descriptor(x, GROUP, width or next_power_of_two(x.shape[-1]))
     found.__dict__.update(block.__dict__, layout=layout)
     return found
 

@@ -30,62 +30,63 @@ def _keys_span(
     grad_base, S0, S1, R0, R1, LSE2, DELTA, band, tiles, dband, lengths, ids, line, j, first_key, b, bh,
     first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt, stride_ids,
     stb, width, e0, e1, dv,
-    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
-    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
-    SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr,
-    DCOL1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, STORE: tl.constexpr,
-    PART: tl.constexpr,
+    SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, TABLE: tl.constexpr,
+    BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+    MASK: tl.constexpr, EVEN: tl.constexpr, DCOL0: tl.constexpr, DCOL1: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr, STORE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The queries from start to stop; all blocks lie transposed, [keys, queries]."""
+    """The queries from start to stop. Blocks are [keys, queries]."""
     CHECK: tl.constexpr = MASK or not EVEN
-    # Wider products, and tables, leave no registers to spare for two at once.
-    EARLY: tl.constexpr = E0 + E1 <= 64 and CLIP < 0
+    # For two products at once, wider features and tables leave too few registers.
+    EARLY: tl.constexpr = SLOT0.width + SLOT1.width <= 64 and TABLE.clip < 0
     for first_query in tl.range(start, stop, BM):
         n = first_query + tl.arange(0, BM)
         i = n + place
         inside = n < num_queries
-        q0 = _block(q0_base, b, h, sqb0, sqt0, first_query, e0, num_queries, BM, E0, CHECK, TMA)
+        q0 = _block(
+            q0_base, b, h, sqb0, sqt0, first_query, e0, num_queries, BM, SLOT0.width, CHECK, TMA
+        )
         lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
         scale0 = head0
-        if MODE0 == 2:
+        if SLOT0.mode == 2:
             scale0 = tl.load(S0 + line + n, mask=inside, other=0.0)[None, :]
-        row0 = tl.load(R0 + line + n, mask=inside, other=0.0)[None, :] if HAS_ROW0 else 0.0
+        row0 = tl.load(R0 + line + n, mask=inside, other=0.0)[None, :] if SLOT0.row else 0.0
         t0 = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
         scale1, row1, t1 = head1, 0.0, t0
-        if E1 > 0:
-            q1 = _block(q1_base, b, h, sqb1, sqt1, first_query, e1, num_queries, BM, E1, CHECK, TMA)
-            if MODE1 == 2:
+        if SLOT1.width > 0:
+            q1 = _block(
+                q1_base, b, h, sqb1, sqt1, first_query, e1, num_queries, BM, SLOT1.width, CHECK, TMA
+            )
+            if SLOT1.mode == 2:
                 scale1 = tl.load(S1 + line + n, mask=inside, other=0.0)[None, :]
-            row1 = tl.load(R1 + line + n, mask=inside, other=0.0)[None, :] if HAS_ROW1 else 0.0
+            row1 = tl.load(R1 + line + n, mask=inside, other=0.0)[None, :] if SLOT1.row else 0.0
             if SAME:
                 t0 = tl.dot(k1, tl.trans(q1), t0, input_precision=PRECISION)
             else:
                 t1 = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
-                if HAS_COL1:
+                if SLOT1.col:
                     t1 += c1[:, None]
         if EARLY:
-            # Started before the weights are formed, so that the two run side by side.
+            # Started before the weights are formed, to overlap with them.
             grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        if HAS_COL0:
+        if SLOT0.col:
             t0 += c0[:, None]
         bias = 0.0
         if BIAS == FAR:
             far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0)
             lse2 = lse2 - far.to(tl.float32)
         elif BIAS == BLOCKS:
-            begin = _band_start(first_query, place, num_keys, width, CLIP)
+            begin = _band_start(first_query, place, num_keys, width, TABLE.clip)
             bias = _band_block(
                 band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width, BM, BN,
-                TILED,
+                TABLE.tiled,
             )  # fmt: skip
-            # Narrow numbers are turned faster.
+            # Transposed in half precision, which is faster.
             bias = tl.trans(bias).to(tl.float32)
         elif BIAS == PAIRS:
-            begin = _band_start(first_query, place, num_keys, width, CLIP)
+            begin = _band_start(first_query, place, num_keys, width, TABLE.clip)
             bias = _band_at(band, n[None, :], j[:, None], num_queries, width, begin)
         seen = j[:, None] >= 0
         if MASK:
@@ -94,17 +95,17 @@ def _keys_span(
             )
         rate = 1.0
         if FORM == POLY:
-            rate = scale0 * tl.exp2(-lse2 / PARAM0)[None, :]
+            rate = scale0 * tl.exp2(-lse2 / SLOT0.param)[None, :]
         elif FORM == FLAT:
             rate = tl.exp2(-lse2)[None, :]
         p, pull0, pull1 = _weights(
-            t0, t1, scale0, scale1, row0, row1, bias, lse2[None, :], rate, seen, E1, LINK0, LINK1,
-            PARAM0, PARAM1, HAS_ROW0, HAS_ROW1, BIAS, MASK, FORM, SAME,
+            t0, t1, scale0, scale1, row0, row1, bias, lse2[None, :], rate, seen, SLOT0, SLOT1,
+            BIAS, MASK, FORM, SAME,
         )  # fmt: skip
         if not EARLY:
             grad = _block(grad_base, b, h, 1, sgt, first_query, dv, num_queries, BM, V, CHECK, TMA)
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        # Read late, when log_mass has given back its registers.
+        # Read late, when the registers of log_mass are free.
         delta = tl.load(DELTA + line + n, mask=inside, other=0.0)[None, :]
         dropped = p
         if DROPOUT:
@@ -113,10 +114,12 @@ def _keys_span(
             dp = tl.where(kept, dp, 0.0) / (1.0 - dropout)
         if PART != 2:
             dv_ = tl.dot(dropped.to(grad.dtype), grad, dv_, input_precision=PRECISION)
-        # Scales that are the same for all queries wait until the end of the block; those of each
-        # query cost nothing beside the difference. But it rounds one of its products and not the other, so
-        # that equal ones do not vanish, as they have to in float32.
-        ALONG: tl.constexpr = MODE0 == 2 and E1 == 0 and FORM != POLY and PRECISION != "ieee"
+        # A scale of all queries is applied at the end of the block. A scale of each query is applied
+        # here, in the same instruction as the difference. That rounds only one of the two products, so
+        # equal ones do not cancel exactly. float32 needs that they do.
+        ALONG: tl.constexpr = (
+            SLOT0.mode == 2 and SLOT1.width == 0 and FORM != POLY and PRECISION != "ieee"
+        )
         if ALONG:
             g = dp * scale0 - delta * scale0
         else:
@@ -125,8 +128,8 @@ def _keys_span(
             g = tl.where(seen, g, 0.0)
         u0 = g * pull0
         if FORM == POLY:
-            u0 = u0 * (PARAM0 * rate)
-        elif MODE0 == 2 and not ALONG:
+            u0 = u0 * (SLOT0.param * rate)
+        elif SLOT0.mode == 2 and not ALONG:
             u0 = u0 * scale0
         if STORE and BIAS == BLOCKS:
             at = [b.to(tl.int32), h.to(tl.int32), first_query, first_key - begin]
@@ -135,11 +138,11 @@ def _keys_span(
             dk0 = tl.dot(u0.to(q0.dtype), q0, dk0, input_precision=PRECISION)
         if DCOL0 and PART != 2:
             dc0 += tl.sum(u0, 1)
-        if E1 > 0 and PART != 1:
+        if SLOT1.width > 0 and PART != 1:
             u1 = u0
             if not SAME:
                 u1 = g * pull1
-                if MODE1 == 2:
+                if SLOT1.mode == 2:
                     u1 = u1 * scale1
             dk1 = tl.dot(u1.to(q1.dtype), q1, dk1, input_precision=PRECISION)
             if DCOL1:
@@ -153,7 +156,7 @@ def _store_keys(
     WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, SUM: tl.constexpr,
     SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dk, dcol and the keys' share of dscale, from sums without the scale of a head."""
+    """Store dk, dcol and the keys' share of dscale. The sums come without the scale of a head."""
     inside = j < num_keys
     if WANT and MODE == 1:
         _store(DS + sums + j, _finite(c - ref) * dc if SUM else tl.zeros_like(c), inside, ADD)
@@ -177,20 +180,15 @@ def backward_keys(
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
-    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
-    LOG0: tl.constexpr, LOG1: tl.constexpr,
-    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
-    SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
-    WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    TMA: tl.constexpr, TILED: tl.constexpr, STORE: tl.constexpr, TOKENS: tl.constexpr,
+    SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, TABLE: tl.constexpr,
+    FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+    EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr, TOKENS: tl.constexpr,
     PART: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
-    PART 1 leaves out the second slot's, and PART 2 is that alone: wide slots do not fit together.
+    PART 1: without the second slot. PART 2: only the second slot. Wide slots take a launch each.
     ADD: another pass has stored its share before. STORE: all pairs lie in a band, and so do their
     gradients, from here on.
     """
@@ -200,38 +198,44 @@ def backward_keys(
     j = block * BN + tl.arange(0, BN)
     place = num_keys - num_queries
     line = bh.to(tl.int64) * num_queries
-    k0 = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, j, e0, E0, num_keys, True)
+    k0 = _rows(K0 + b * skb0 + (h // group0) * skh0, skt0, j, e0, SLOT0.width, num_keys, True)
     v = _rows(V_ + b * svb + (h // group_v) * svh, svt, j, dv, V, num_keys, True)
     if HELD & 1:
-        k0 = _held(k0, E0, PRECISION)
+        k0 = _held(k0, SLOT0.width, PRECISION)
     if HELD & 2:
         v = _held(v, V, PRECISION)
-    SUM0: tl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1 and LINK0 == IDENTITY
-    SUM1: tl.constexpr = WANT1 and HAS_COL1 and MODE1 == 1 and LINK1 == IDENTITY
-    DCOL0: tl.constexpr = NORM0 or SAVE_COL0 or SUM0
-    DCOL1: tl.constexpr = NORM1 or SAVE_COL1 or SUM1
+    SUM0: tl.constexpr = SLOT0.wants and SLOT0.col and SLOT0.mode == 1 and SLOT0.link == IDENTITY
+    SUM1: tl.constexpr = SLOT1.wants and SLOT1.col and SLOT1.mode == 1 and SLOT1.link == IDENTITY
+    DCOL0: tl.constexpr = SLOT0.norm or SLOT0.saves or SUM0
+    DCOL1: tl.constexpr = SLOT1.norm or SLOT1.saves or SUM1
     c0 = tl.zeros((BN,), tl.float32)
     c1 = tl.zeros((BN,), tl.float32)
-    if HAS_COL0:
+    if SLOT0.col:
         c0 = tl.load(C0 + b * scb0 + (h // gc0) * sch0 + j, mask=j < num_keys, other=0.0)
-    head0 = _scale(S0, number0, ss0, h, line, j, j < num_keys, MODE0, LOG0) if MODE0 < 2 else 1.0
+    head0 = (
+        _scale(S0, number0, ss0, h, line, j, j < num_keys, SLOT0.mode, SLOT0.log)
+        if SLOT0.mode < 2
+        else 1.0
+    )
     head1 = head0
     k1 = k0
     dk1 = tl.zeros((BN, 16), tl.float32)
-    if E1 > 0:
-        k1 = _rows(K1 + b * skb1 + (h // group1) * skh1, skt1, j, e1, E1, num_keys, True)
+    if SLOT1.width > 0:
+        k1 = _rows(K1 + b * skb1 + (h // group1) * skh1, skt1, j, e1, SLOT1.width, num_keys, True)
         if HELD & 4:
-            k1 = _held(k1, E1, PRECISION)
-        dk1 = tl.zeros((BN, E1), tl.float32)
+            k1 = _held(k1, SLOT1.width, PRECISION)
+        dk1 = tl.zeros((BN, SLOT1.width), tl.float32)
         head1 = (
-            _scale(S1, number1, ss1, h, line, j, j < num_keys, MODE1, LOG1) if MODE1 < 2 else 1.0
+            _scale(S1, number1, ss1, h, line, j, j < num_keys, SLOT1.mode, SLOT1.log)
+            if SLOT1.mode < 2
+            else 1.0
         )
-        if HAS_COL1:
+        if SLOT1.col:
             c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
     band = BAND
-    if CLIP >= 0:
+    if TABLE.clip >= 0:
         band = BAND + b * stb + h * sth
-    dk0 = tl.zeros((BN, E0), tl.float32)
+    dk0 = tl.zeros((BN, SLOT0.width), tl.float32)
     dv_ = tl.zeros((BN, V), tl.float32)
     dc0 = tl.zeros((BN,), tl.float32)
     dc1 = tl.zeros((BN,), tl.float32)
@@ -246,7 +250,7 @@ def backward_keys(
         sure_start = tl.minimum(tl.maximum((sure_start + BM - 1) // BM * BM, start), stop)
         sure_stop = tl.maximum(tl.minimum(sure_stop, stop) // BM * BM, sure_start)
         if high - low < BN - 1:
-            # The last block of keys is not whole: it needs its mask throughout.
+            # The last block of keys is not full, and needs a mask everywhere.
             sure_start = stop
             sure_stop = stop
     else:
@@ -254,12 +258,12 @@ def backward_keys(
         sure_stop = stop
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA, TOKENS)
     for span in tl.static_range(4):
-        # In turn: masked, within the table's reach, beyond it, masked.
+        # The spans: masked, within the table's reach, beyond it, masked.
         beyond = sure_start
-        if CLIP >= 0 and _strict(FILTER, CLIP):
+        if TABLE.clip >= 0 and _strict(FILTER, TABLE.clip):
             beyond = sure_stop
-        elif CLIP >= 0:
-            beyond = (high + CLIP - place + BM - 1) // BM * BM
+        elif TABLE.clip >= 0:
+            beyond = (high + TABLE.clip - place + BM - 1) // BM * BM
             beyond = tl.minimum(tl.maximum(beyond, sure_start), sure_stop)
         if span == 0:
             first_query, last_query = start, sure_start
@@ -269,18 +273,16 @@ def backward_keys(
             first_query, last_query = beyond, sure_stop
         else:
             first_query, last_query = sure_stop, stop
-        if ((SIMPLE and EVEN) or span == 0) and not _empty_span(span, 1, 2, FILTER, CLIP):
+        if ((SIMPLE and EVEN) or span == 0) and not _empty_span(span, 1, 2, FILTER, TABLE.clip):
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
                 dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
-                _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and E1 > 0),
+                _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and SLOT1.width > 0),
                 grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, DBAND, LENGTHS, IDS, line, j, low, b, bh,
                 first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt,
-                stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1, MODE0,
-                MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP,
-                _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN), FILTER,
-                _form(FORM, _of_queries(span, FILTER, CLIP, SIDED, SIMPLE and EVEN)), SAME,
-                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, BN, TMA, TILED,
-                STORE, PART,
+                stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, TABLE,
+                _of_queries(span, FILTER, TABLE.clip, TABLE.sided, SIMPLE and EVEN), FILTER,
+                _form(FORM, _of_queries(span, FILTER, TABLE.clip, TABLE.sided, SIMPLE and EVEN)), SAME,
+                span == 0 or span == 3, EVEN, DCOL0, DCOL1, DROPOUT, PRECISION, BM, BN, TMA, STORE, PART,
             )  # fmt: skip
     keys = bh.to(tl.int64) * num_keys
     sums = line + keys + num_queries
@@ -289,15 +291,15 @@ def backward_keys(
     ref1 = _reference(C1 + b * scb1 + (h // gc1) * sch1, SUM1)
     if PART != 2:
         _store_keys(
-            dk0, dc0, k0, c0, ref0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, E0, MODE0, NORM0,
-            SUM0, SAVE_COL0, WANT0, FORM == POLY, ADD,
+            dk0, dc0, k0, c0, ref0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, SLOT0.width, SLOT0.mode, SLOT0.norm,
+            SUM0, SLOT0.saves, SLOT0.wants, FORM == POLY, ADD,
         )  # fmt: skip
         e = tl.arange(0, V)
         target = DV + rows[:, None] * dv + e[None, :]
         mask = (j < num_keys)[:, None] & (e[None, :] < dv)
         _store(target, dv_, mask, ADD)
-    if E1 > 0 and PART != 1:
+    if SLOT1.width > 0 and PART != 1:
         _store_keys(
-            dk1, dc1, k1, c1, ref1, head1, DK1, DC1, DS1, keys, sums, rows, j, num_keys, e1, E1, MODE1, NORM1,
-            SUM1, SAVE_COL1, WANT1, False, ADD,
+            dk1, dc1, k1, c1, ref1, head1, DK1, DC1, DS1, keys, sums, rows, j, num_keys, e1, SLOT1.width, SLOT1.mode, SLOT1.norm,
+            SUM1, SLOT1.saves, SLOT1.wants, False, ADD,
         )  # fmt: skip

@@ -42,13 +42,10 @@ def _queries_span(
     scale1, row0, row1, half, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, band, tiles, dband, begin, lengths, ids,
     i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
     svb, svt, stride_ids, stb, width, e0, e1, dv,
-    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
-    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr,
-    SAME: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, WANT0: tl.constexpr,
-    WANT1: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
-    BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
+    SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, TABLE: tl.constexpr,
+    BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+    MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
     STEADY: tl.constexpr, EVENED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
@@ -56,36 +53,38 @@ def _queries_span(
     STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. EVENED: so is `inner`.
     """
     CHECK: tl.constexpr = MASK or not EVEN
-    # A scale of each query has a gradient that needs the numbers themselves.
-    EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY
+    # The gradient of a scale of each query needs the numbers per key.
+    EACH: tl.constexpr = SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY
     next0, next1 = lse2, lse2
-    if HAS_COL0 and not SPREAD:
+    if SLOT0.col and not SPREAD:
         next0 = _numbers(col0, start, num_keys, BN)
-    if HAS_COL1:
+    if SLOT1.col:
         next1 = _numbers(col1, start, num_keys, BN)
     for first_key in tl.range(start, stop, BN):
         j = first_key + tl.arange(0, BN)
-        kb0 = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, E0, CHECK, TMA)
+        kb0 = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, SLOT0.width, CHECK, TMA)
         t0 = tl.dot(q0, tl.trans(kb0), input_precision=PRECISION)
         if SPREAD:
             c = _block(k1, b, h1, skb1, skt1, first_key, 16, num_keys, BN, COLUMNS, CHECK, TMA)
             t0 = tl.dot(q1, tl.trans(c), t0, input_precision=PRECISION)
         t1 = t0
-        if E1 > 0:
-            kb1 = _block(k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, E1, CHECK, TMA)
+        if SLOT1.width > 0:
+            kb1 = _block(
+                k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, SLOT1.width, CHECK, TMA
+            )
             if SAME:
                 t0 = tl.dot(q1, tl.trans(kb1), t0, input_precision=PRECISION)
             else:
                 t1 = tl.dot(q1, tl.trans(kb1), input_precision=PRECISION)
         values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
-        if CLIP < 0:
-            # Started before the weights are formed, so that the two run side by side.
+        if TABLE.clip < 0:
+            # Started before the weights are formed, to overlap with them.
             dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
-        if HAS_COL0 and not SPREAD:
+        if SLOT0.col and not SPREAD:
             c0 = next0[None, :]
             t0 += c0
             next0 = _numbers(col0, first_key + BN, num_keys, BN)
-        if HAS_COL1:
+        if SLOT1.col:
             c1 = next1[None, :]
             t1 += c1
             next1 = _numbers(col1, first_key + BN, num_keys, BN)
@@ -93,7 +92,7 @@ def _queries_span(
         if BIAS == BLOCKS:
             bias = _band_block(
                 band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width, BM, BN,
-                TILED,
+                TABLE.tiled,
             )  # fmt: skip
         elif BIAS == PAIRS:
             bias = _band_at(band, n[:, None], j[None, :], num_queries, width, begin)
@@ -103,11 +102,10 @@ def _queries_span(
                 i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
             )
         p, pull0, pull1 = _weights(
-            t0, t1, _down(scale0, MODE0), _down(scale1, MODE1), row0[:, None], row1[:, None], bias,
-            lse2[:, None], rate[:, None], seen, E1, LINK0, LINK1, PARAM0, PARAM1, HAS_ROW0,
-            HAS_ROW1, BIAS, MASK, FORM, SAME,
+            t0, t1, _down(scale0, SLOT0.mode), _down(scale1, SLOT1.mode), row0[:, None], row1[:, None], bias,
+            lse2[:, None], rate[:, None], seen, SLOT0, SLOT1, BIAS, MASK, FORM, SAME,
         )  # fmt: skip
-        if CLIP >= 0:
+        if TABLE.clip >= 0:
             dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         if DROPOUT:
             kept = _kept(seed, bh, n[:, None], j[None, :], num_queries, num_keys, dropout)
@@ -117,7 +115,7 @@ def _queries_span(
             g = tl.where(seen, g, 0.0)
         u0 = g * pull0
         dq0 = tl.dot(u0.to(kb0.dtype), kb0, dq0, input_precision=PRECISION)
-        if HAS_ROW0:
+        if SLOT0.row:
             dr0 += tl.sum(u0, 1)
         if EVENED:
             inner += tl.sum(g * p, 1)
@@ -126,37 +124,37 @@ def _queries_span(
             ds0 += tl.sum(u0 * x, 1)
             inner += tl.sum(g * p, 1)
             later += tl.sum(pull0 * x, 1)
-        elif WANT0 and LINK0 != IDENTITY:
+        elif SLOT0.wants and SLOT0.link != IDENTITY:
             ds0 += tl.sum(u0 * t0, 1)
         elif EACH and SPREAD:
             dcs = tl.dot(u0.to(kb0.dtype), c, dcs, input_precision=PRECISION)
-        elif EACH and HAS_COL0:
+        elif EACH and SLOT0.col:
             ds0 += tl.sum(u0 * (c0 - ref0), 1)
-        if E1 > 0:
+        if SLOT1.width > 0:
             u1 = u0
             if not SAME:
                 u1 = g * pull1
             dq1 = tl.dot(u1.to(kb1.dtype), kb1, dq1, input_precision=PRECISION)
-            if HAS_ROW1:
+            if SLOT1.row:
                 dr1 += tl.sum(u1, 1)
-            if WANT1 and LINK1 != IDENTITY:
+            if SLOT1.wants and SLOT1.link != IDENTITY:
                 ds1 += tl.sum(u1 * t1, 1)
-            elif WANT1 and HAS_COL1 and MODE1 == 2:
+            elif SLOT1.wants and SLOT1.col and SLOT1.mode == 2:
                 ds1 += tl.sum(u1 * (c1 - ref1), 1)
         if BIAS >= BLOCKS:
             after = j[None, :] - i[:, None]
             dlog = g * p
-            if not _strict(FILTER, CLIP):
-                inner += tl.sum(tl.where(after > -CLIP, dlog, 0.0), 1)
+            if not _strict(FILTER, TABLE.clip):
+                inner += tl.sum(tl.where(after > -TABLE.clip, dlog, 0.0), 1)
                 if not CUT:
-                    later += tl.sum(tl.where(after <= -CLIP, dlog, 0.0), 1)
+                    later += tl.sum(tl.where(after <= -TABLE.clip, dlog, 0.0), 1)
             elif CUT:
                 inner += tl.sum(dlog, 1)
             # Every pair in a band has its own place: a store, no sum. Pairs out of reach are not read.
-            if not SIDED:
-                earlier += tl.sum(tl.where(after >= CLIP, dlog, 0.0), 1)
+            if not TABLE.sided:
+                earlier += tl.sum(tl.where(after >= TABLE.clip, dlog, 0.0), 1)
             dlog = dlog.to(kb0.dtype)
-            if TILED:
+            if TABLE.tiled:
                 column = first_key - begin
                 at = [b.to(tl.int32), h.to(tl.int32), first_query, column]
                 tile = dlog.reshape(1, 1, BM, BN)
@@ -175,7 +173,7 @@ def _store_queries(
     WIDTH: tl.constexpr, MODE: tl.constexpr, LINK: tl.constexpr, NORM: tl.constexpr,
     HAS_ROW: tl.constexpr, WANT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq, dscale and drow, from sums without the scale; WHOLE: ds needs nothing more."""
+    """Store dq, dscale and drow. The sums come without the scale. WHOLE: ds is complete."""
     inside = n < num_queries
     wide = q.to(tl.float32)
     if WANT:
@@ -203,15 +201,10 @@ def backward_queries(
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
-    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
-    LOG0: tl.constexpr, LOG1: tl.constexpr,
-    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
-    SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, NORM0: tl.constexpr, NORM1: tl.constexpr,
-    WANT0: tl.constexpr, WANT1: tl.constexpr, SAVE_COL0: tl.constexpr, SAVE_COL1: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, TOKENS: tl.constexpr,
+    SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, TABLE: tl.constexpr,
+    FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+    EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
     ADD: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, HAS_LSE: tl.constexpr,
     FIRST: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
@@ -229,11 +222,11 @@ def backward_queries(
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
     none = tl.zeros((BM,), tl.float32)
-    q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
+    q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, SLOT0.width, num_queries, True)
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, False, TOKENS)
     grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-    # All that is read once is asked for before anything waits for it, and used as it lies then.
+    # All single loads are issued before the first is used.
     if FIRST:
         e = tl.arange(0, V)
         mask = inside[:, None] & (e[None, :] < dv)
@@ -241,11 +234,11 @@ def backward_queries(
         _no_tickets(COUNTERS, bh)
         delta, lse2 = _delta(grad.to(tl.float32), out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
     if HELD & 1:
-        q0 = _held(q0, E0, PRECISION)
+        q0 = _held(q0, SLOT0.width, PRECISION)
     if HELD & 2:
         grad = _held(grad, V, PRECISION)
-    scale0 = _scale(S0, number0, ss0, h, line, n, inside, MODE0, LOG0)
-    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
+    scale0 = _scale(S0, number0, ss0, h, line, n, inside, SLOT0.mode, SLOT0.log)
+    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if SLOT0.row else none
     if FIRST:
         tl.store(DELTA + line + n, delta, mask=inside)
         tl.store(LSE2 + line + n, lse2, mask=inside)
@@ -254,48 +247,56 @@ def backward_queries(
         lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
     rate = none
     if FORM == POLY:
-        rate = scale0 * tl.exp2(-lse2 / PARAM0)
+        rate = scale0 * tl.exp2(-lse2 / SLOT0.param)
     elif FORM == FLAT:
         rate = tl.exp2(-lse2)
     q1, scale1, row1 = q0, scale0, none
     dq1 = tl.zeros((BM, 16), tl.float32)
-    if E1 > 0:
-        q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
+    if SLOT1.width > 0:
+        q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, SLOT1.width, num_queries, True)
         if HELD & 4:
-            q1 = _held(q1, E1, PRECISION)
-        scale1 = _scale(S1, number1, ss1, h, line, n, inside, MODE1, LOG1)
-        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
-        dq1 = tl.zeros((BM, E1), tl.float32)
+            q1 = _held(q1, SLOT1.width, PRECISION)
+        scale1 = _scale(S1, number1, ss1, h, line, n, inside, SLOT1.mode, SLOT1.log)
+        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if SLOT1.row else none
+        dq1 = tl.zeros((BM, SLOT1.width), tl.float32)
     if SPREAD:
-        q1 = _ones(BM, q0.dtype, MODE0)
+        q1 = _ones(BM, q0.dtype, SLOT0.mode)
     h0, h1, hv = h // group0, h // group1, h // group_v
     k0 = _head(K0, b, h0, skb0, skh0, TMA)
-    k1 = _head(K1, b, h1, skb1, skh1, TMA and (E1 > 0 or SPREAD))
+    k1 = _head(K1, b, h1, skb1, skh1, TMA and (SLOT1.width > 0 or SPREAD))
     v = _head(V_, b, hv, svb, svh, TMA)
     col0 = C0 + b * scb0 + (h // gc0) * sch0
     col1 = C1 + b * scb1 + (h // gc1) * sch1
     band, dband, begin = BAND, DBAND, 0
     far = none
-    if CLIP >= 0:
+    if TABLE.clip >= 0:
         band = BAND + b * stb + h * sth
-        if not TILED:
+        if not TABLE.tiled:
             dband = DBAND + line * width
-        begin = tl.multiple_of(_band_start(block * BM, place, num_keys, width, CLIP), 16)
+        begin = tl.multiple_of(_band_start(block * BM, place, num_keys, width, TABLE.clip), 16)
         far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
-    # The scale of a link has a gradient in which large sums cancel. Weights were rounded for O, so
-    # <dO, O> is not quite sum_j P dP; what it is off by is taken out.
-    STEADY: tl.constexpr = WANT0 and LINK0 != IDENTITY and FORM != POLY and E1 == 0 and CLIP < 0
-    # So has a key that queries with scales of their own see from afar. In float32 it is to be exact: the pass
-    # over keys gets sum_j P dP itself.
-    EACH: tl.constexpr = WANT0 and MODE0 == 2 and LINK0 == IDENTITY and CLIP < 0
+    # In the gradient of a link's scale large sums cancel. Weights were rounded for O, so <dO, O> is
+    # not exactly sum_j P dP. The difference is subtracted.
+    STEADY: tl.constexpr = (
+        SLOT0.wants
+        and SLOT0.link != IDENTITY
+        and FORM != POLY
+        and SLOT1.width == 0
+        and TABLE.clip < 0
+    )
+    # They cancel also for a far key, if each query has its own scale. In float32 that must be exact, so
+    # the pass over keys gets sum_j P dP itself.
+    EACH: tl.constexpr = (
+        SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY and TABLE.clip < 0
+    )
     EVENED: tl.constexpr = EACH and FIRST and PRECISION == "ieee"
     half = none
-    if STEADY and NORM0:
+    if STEADY and SLOT0.norm:
         half = -0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
-    ref0 = _reference(col0, WANT0 and HAS_COL0 and LINK0 == IDENTITY and MODE0 > 0)
-    ref1 = _reference(col1, WANT1 and HAS_COL1 and LINK1 == IDENTITY and MODE1 > 0)
+    ref0 = _reference(col0, SLOT0.wants and SLOT0.col and SLOT0.link == IDENTITY and SLOT0.mode > 0)
+    ref1 = _reference(col1, SLOT1.wants and SLOT1.col and SLOT1.link == IDENTITY and SLOT1.mode > 0)
     dcs = tl.zeros((BM, COLUMNS), tl.float32)
-    dq0 = tl.zeros((BM, E0), tl.float32)
+    dq0 = tl.zeros((BM, SLOT0.width), tl.float32)
     ds0, ds1, dr0, dr1, inner, later, earlier = none, none, none, none, none, none, none
     low = block * BM + place
     high = tl.minimum(block * BM + BM, num_queries) - 1 + place
@@ -304,8 +305,8 @@ def backward_queries(
         start, stop, sure_start, sure_stop, 0, 1, num_keys, BN, False, SIMPLE
     )
     near = sure_stop
-    if CLIP >= 0:
-        near = tl.maximum(tl.minimum((low - CLIP + 1) // BN * BN, sure_stop), sure_start)
+    if TABLE.clip >= 0:
+        near = tl.maximum(tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start)
     for span in tl.static_range(4):
         if span == 0:
             first_key, last_key = start, sure_start
@@ -315,54 +316,57 @@ def backward_queries(
             first_key, last_key = near, sure_stop
         else:
             first_key, last_key = sure_stop, stop
-        if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, CLIP):
+        if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
             dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs = _queries_span(
                 dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, first_key, last_key, q0, q1,
                 grad, scale0, scale1, row0, row1, half, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
                 k0, k1, v, col0, col1, band, TILES, dband, begin, LENGTHS, IDS, i, n, b, bh, h, h0, h1,
                 hv, block * BM, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
-                svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0, LINK1, PARAM0, PARAM1,
-                MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1, CLIP, SIDED,
-                _of_keys(span, FILTER, CLIP, SIDED), FILTER,
-                _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
-                WANT0, WANT1, DROPOUT, PRECISION, BN, BM, SPREAD, TMA, TILED, STEADY, EVENED, CUT,
+                svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, TABLE,
+                _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,
+                _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
+                DROPOUT, PRECISION, BN, BM, SPREAD, TMA, STEADY, EVENED, CUT,
             )  # fmt: skip
-    # What all weights of a row move by together.
+    # The common change of all weights of a row.
     moved = none
     if HAS_LSE:
         moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
     if EVENED:
         tl.store(DELTA + line + n, delta + (inner - moved), mask=inside)
-    if WANT0 and MODE0 == 2 and LINK0 == IDENTITY and SPREAD:
+    if SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY and SPREAD:
         ds0 += _of_columns(dcs, ref0)
     sums = line + bh.to(tl.int64) * num_keys
     if FORM == POLY:
-        # The scale moves all weights of a row alike: it acts on log_mass alone.
+        # The scale changes all weights of a row by one factor, so it acts only through log_mass.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
-        if WANT0:
-            tl.store(DS0 + sums + n, PARAM0 * grad_lse / scale0, mask=inside)
+        if SLOT0.wants:
+            tl.store(DS0 + sums + n, SLOT0.param * grad_lse / scale0, mask=inside)
         _store_queries(
-            dq0, none, none, q0, none, PARAM0 * rate, none, DQ0, DS0, DR0, line, sums, rows, n, num_queries,
-            e0, E0, 2, LINK0, False, False, False, False, ADD,
+            dq0, none, none, q0, none, SLOT0.param * rate, none, DQ0, DS0, DR0, line, sums, rows, n, num_queries,
+            e0, SLOT0.width, 2, SLOT0.link, False, False, False, False, ADD,
         )  # fmt: skip
     else:
         if STEADY:
             ds0 -= (inner - tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)) * later
         _store_queries(
-            dq0, ds0, dr0, q0, row0, scale0, ref0 * moved, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, E0,
-            MODE0, LINK0, NORM0, HAS_ROW0, WANT0, STEADY, ADD,
+            dq0, ds0, dr0, q0, row0, scale0, ref0 * moved, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, SLOT0.width,
+            SLOT0.mode, SLOT0.link, SLOT0.norm, SLOT0.row, SLOT0.wants, STEADY, ADD,
         )  # fmt: skip
-    if E1 > 0:
+    if SLOT1.width > 0:
         _store_queries(
-            dq1, ds1, dr1, q1, row1, scale1, ref1 * moved, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, E1,
-            MODE1, LINK1, NORM1, HAS_ROW1, WANT1, False, ADD,
+            dq1, ds1, dr1, q1, row1, scale1, ref1 * moved, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, SLOT1.width,
+            SLOT1.mode, SLOT1.link, SLOT1.norm, SLOT1.row, SLOT1.wants, False, ADD,
         )  # fmt: skip
-    if CLIP >= 0:
-        # All weights of a row move together by dlog_mass: what is beyond the reach is the rest.
+    if TABLE.clip >= 0:
+        # The gradients of a row's scores sum up to dlog_mass, so the pairs beyond the reach have the rest.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         rest = tl.where(lse2 == float("inf"), 0.0, grad_lse) - inner
-        beyond = tl.where(i >= CLIP, rest, 0.0) if CUT else tl.where(near > sure_start, rest, later)
+        beyond = (
+            tl.where(i >= TABLE.clip, rest, 0.0)
+            if CUT
+            else tl.where(near > sure_start, rest, later)
+        )
         tl.store(ENDS + line + n, beyond, mask=inside)
-        if not SIDED:
+        if not TABLE.sided:
             other = tl.num_programs(1).to(tl.int64) * num_queries
             tl.store(ENDS + other + line + n, earlier, mask=inside)

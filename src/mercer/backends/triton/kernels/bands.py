@@ -7,10 +7,10 @@ memory does, so that a block of pairs is a block of memory.
 import triton
 import triton.language as tl
 
-from .. import block_sizes as triton_sizes
+from .. import codes
 
-GRANULE = tl.constexpr(triton_sizes.GRANULE)
-# How a span of keys reads a table.
+GRANULE = tl.constexpr(codes.GRANULE)
+# How a span of keys reads a table: not at all, only its end, by blocks of its band, or pair by pair.
 NONE = tl.constexpr(0)
 FAR = tl.constexpr(1)
 BLOCKS = tl.constexpr(2)
@@ -19,10 +19,9 @@ PAIRS = tl.constexpr(3)
 
 @triton.jit
 def _band_start(n, place, num_keys, width, CLIP: tl.constexpr):
-    """The key that a band begins with, for all queries of a granule, below the reach of each.
+    """The first key of a band: the same for all queries of a granule, and before the reach of each.
 
-    A band holds the table's numbers for the pairs (i, j) within reach, j along a line: so blocks of
-    pairs are blocks in memory, from multiples of 16 on.
+    It is a multiple of 16, so that blocks of pairs are aligned in memory.
     """
     start = tl.maximum(n // GRANULE * GRANULE + place - CLIP - (GRANULE - 1), 0) // 16 * 16
     return tl.minimum(start, (num_keys + 15) // 16 * 16 - width)
@@ -33,7 +32,7 @@ def _band_block(
     band, tiles, b, h, stb, n, first_query, column, num_queries, width,
     BM: tl.constexpr, BN: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """A block of a band, [queries, keys], from a column on; beyond the band it is anything."""
+    """A block of a band, [queries, keys], from a column on. Outside of the band it has any values."""
     if TILED:
         batch = tl.where(stb == 0, 0, b).to(tl.int32)
         out = tiles.load([batch, h.to(tl.int32), first_query, column]).reshape(BM, BN)
@@ -46,7 +45,7 @@ def _band_block(
 
 @triton.jit
 def _band_at(band, n, j, num_queries, width, start):
-    """The same pair by pair; beyond the band it goes on as it ends."""
+    """The same pair by pair. Pairs outside of the band have the numbers at its ends."""
     c = tl.minimum(tl.maximum(j - start, 0), width - 1)
     at = band + n.to(tl.int64) * width + c
     return tl.load(at, mask=n < num_queries, other=0.0)
@@ -54,34 +53,34 @@ def _band_at(band, n, j, num_queries, width, start):
 
 @triton.constexpr_function
 def _all_near(filter, clip):
-    """Whether nothing is seen beyond a table's reach."""
+    """Whether no visible key is beyond a table's reach."""
     near = [clause[1] for clause in filter if 0 <= clause[1] <= clip]
     return len(near) == len(filter)
 
 
 @triton.constexpr_function
 def _strict(filter, clip):
-    """Whether all that is seen lies within a table's reach, and not at its end."""
+    """Whether all visible keys are within a table's reach, and none is at its end."""
     return _all_near(filter, clip - 1)
 
 
 @triton.constexpr_function
 def _ends_early(filter):
-    """Whether the last key that a query sees may be far from it."""
+    """Whether the last visible key may be far from its query."""
     return any(clause[7] or clause[9] for clause in filter)
 
 
 @triton.constexpr_function
 def _empty_span(span, within, beyond, filter, clip):
-    """Whether a span has nothing: the one within reach without a table, or the one beyond it."""
+    """Whether a span is empty: the one within reach if there is no table, or the one beyond reach."""
     return span == within if clip < 0 else span == beyond and _strict(filter, clip)
 
 
 @triton.constexpr_function
 def _of_keys(span, filter, clip, sided):
-    """How a span of keys of a block of queries reads the table; not all lie in its band.
+    """How a span of keys reads the table, for a block of queries. Its pairs may lie outside of the band.
 
-    In turn: masked, beyond the table's reach, within it, masked.
+    The spans: masked, beyond the table's reach, within it, masked.
     """
     if clip < 0:
         return NONE.value
@@ -93,9 +92,9 @@ def _of_keys(span, filter, clip, sided):
 
 @triton.constexpr_function
 def _of_queries(span, filter, clip, sided, whole):
-    """The same for queries of a block of keys; `whole`: not all are masked.
+    """The same for a span of queries and a block of keys. `whole`: there are unmasked spans.
 
-    In turn: masked, within the table's reach, beyond it, masked.
+    The spans: masked, within the table's reach, beyond it, masked.
     """
     if clip < 0:
         return NONE.value
@@ -108,5 +107,5 @@ def _of_queries(span, filter, clip, sided, whole):
 
 @triton.constexpr_function
 def _form(form, bias):
-    """A plain dot product that needs its table by distance is plain no more."""
+    """The way to form weights in a span: a table that is added makes PLAIN general."""
     return 0 if form == 1 and bias >= 2 else form

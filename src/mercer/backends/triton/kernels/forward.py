@@ -60,9 +60,9 @@ from .visibility import _cut, _key_range, _visible
 
 @triton.jit
 def _spared(values, t):
-    """Values without those that are not finite, whose scores say so instead.
+    """Values with 0 in place of what is not finite, and scores with NaN for the keys of those.
 
-    Such a value must not meet a weight of zero: 0 times NaN is NaN.
+    A hidden key has weight 0, and 0 times NaN is NaN.
     """
     finite = tl.abs(values) < float("inf")
     bad = tl.max(tl.where(finite, 0, 1), 1) > 0
@@ -83,14 +83,11 @@ def _forward_span(
     acc, mass, peak, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
     band, tiles, begin, lengths, ids, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
     num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv,
-    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
-    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
-    MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, INSIDE0: tl.constexpr, INSIDE1: tl.constexpr, SUMMED: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr, EDGES: tl.constexpr,
-    STILL: tl.constexpr,
+    SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr,
+    FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr, MASK: tl.constexpr,
+    EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SUMMED: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
+    TABLE: tl.constexpr, GROUPED: tl.constexpr, EDGES: tl.constexpr, STILL: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: the running peak, mass and sums of values.
 
@@ -99,36 +96,40 @@ def _forward_span(
     slot is another function of the same products, and weights add up.
     """
     CHECK: tl.constexpr = MASK or not EVEN
-    # The numbers per key are read one block ahead: nothing else hides the wait for them.
+    MODE0: tl.constexpr = _mode(SLOT0.mode, GROUPED, SLOT0.inside)
+    MODE1: tl.constexpr = _mode(SLOT1.mode, GROUPED, SLOT1.inside)
+    # Numbers per key are read one block ahead, to hide their latency.
     c0, c1 = far, far
-    if HAS_COL0 and not SPREAD:
-        c0 = _numbers_of(col0, start, num_keys, BN, HAS_COL0)
-    if HAS_COL1:
-        c1 = _numbers_of(col1, start, num_keys, BN, HAS_COL1)
+    if SLOT0.col and not SPREAD:
+        c0 = _numbers_of(col0, start, num_keys, BN, SLOT0.col)
+    if SLOT1.col:
+        c1 = _numbers_of(col1, start, num_keys, BN, SLOT1.col)
     for first_key in tl.range(start, stop, BN):
         j = first_key + tl.arange(0, BN)
-        k = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, E0, CHECK, TMA)
+        k = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, SLOT0.width, CHECK, TMA)
         t = tl.dot(q0, tl.trans(k), input_precision=PRECISION)
         if SPREAD:
             c = _block(k1, b, h1, skb1, skt1, first_key, 16, num_keys, BN, COLUMNS, CHECK, TMA)
             t = tl.dot(q1, tl.trans(c), t, input_precision=PRECISION)
-        if E1 > 0:
-            other = _block(k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, E1, CHECK, TMA)
+        if SLOT1.width > 0:
+            other = _block(
+                k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, SLOT1.width, CHECK, TMA
+            )
             if SAME:
                 t = tl.dot(q1, tl.trans(other), t, input_precision=PRECISION)
             else:
                 t1 = tl.dot(q1, tl.trans(other), input_precision=PRECISION)
         if SUMMED:
             t1 = t
-        if INSIDE0 > 0 or INSIDE1 > 0:
+        if SLOT0.inside > 0 or SLOT1.inside > 0:
             wide = k.to(tl.float32)
             squares = tl.sum(wide * wide, 1)[None, :]
-            t = _by_keys(t, squares, INSIDE0)
+            t = _by_keys(t, squares, SLOT0.inside)
             if SUMMED:
-                t1 = _by_keys(t1, squares, INSIDE1)
-        if HAS_COL0 and not SPREAD:
-            t += _below(c0, HAS_COL0)
-            c0 = _numbers_of(col0, first_key + BN, num_keys, BN, HAS_COL0)
+                t1 = _by_keys(t1, squares, SLOT1.inside)
+        if SLOT0.col and not SPREAD:
+            t += _below(c0, SLOT0.col)
+            c0 = _numbers_of(col0, first_key + BN, num_keys, BN, SLOT0.col)
         values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
         seen = j[None, :] >= 0
         if MASK:
@@ -137,7 +138,7 @@ def _forward_span(
             )
             values, t = _spared(values, t)
         if FORM == PLAIN:
-            # One dot product: the positive scale waits until the exponent, one operation.
+            # One dot product: the positive scale is applied in the exponent, in one instruction.
             if MASK:
                 t = tl.where(seen, t, float("-inf"))
             if EDGES:
@@ -157,34 +158,34 @@ def _forward_span(
                 p = tl.exp2(t * _down(rate, MODE0) - (base - far)[:, None])
                 shrink = tl.exp2(peak - base)
         elif FORM == POLY:
-            # The weight is s^p itself: no logarithm, and the row's scale is a power too.
+            # The weight is s^p itself, without a logarithm. The row's scale is a power, too.
             if MASK:
                 t = tl.where(seen, t, 0.0)
             higher = tl.maximum(peak, tl.max(tl.abs(t), 1))
             inverse = tl.where(higher > 0.0, 1.0 / tl.where(higher > 0.0, higher, 1.0), 0.0)
-            p = _power(t * inverse[:, None], PARAM0)
-            shrink = _power(peak * inverse, PARAM0)
+            p = _power(t * inverse[:, None], SLOT0.param)
+            shrink = _power(peak * inverse, SLOT0.param)
         else:
-            s = _scaled(t, _down(scale0, MODE0), row0[:, None], LINK0, HAS_ROW0)
-            e, a, _ = _link(s, LINK0, PARAM0, FORM == FLAT)
-            if SUMMED or (E1 > 0 and not SAME):
-                if HAS_COL1:
-                    t1 += _below(c1, HAS_COL1)
-                    c1 = _numbers_of(col1, first_key + BN, num_keys, BN, HAS_COL1)
-                s1 = _scaled(t1, _down(scale1, MODE1), row1[:, None], LINK1, HAS_ROW1)
-                exponent1, a1, _ = _link(s1, LINK1, PARAM1, False)
+            s = _scaled(t, _down(scale0, MODE0), row0[:, None], SLOT0.link, SLOT0.row)
+            e, a, _ = _link(s, SLOT0.link, SLOT0.param, FORM == FLAT)
+            if SUMMED or (SLOT1.width > 0 and not SAME):
+                if SLOT1.col:
+                    t1 += _below(c1, SLOT1.col)
+                    c1 = _numbers_of(col1, first_key + BN, num_keys, BN, SLOT1.col)
+                s1 = _scaled(t1, _down(scale1, MODE1), row1[:, None], SLOT1.link, SLOT1.row)
+                exponent1, a1, _ = _link(s1, SLOT1.link, SLOT1.param, False)
                 if not SUMMED:
                     e += exponent1
                     a = a * a1
             if BIAS == BLOCKS:
                 e += _band_block(
                     band, tiles, b, h, stb, n, first_query, first_key - begin, num_queries, width,
-                    BM, BN, TILED,
+                    BM, BN, TABLE.tiled,
                 )  # fmt: skip
             elif BIAS == PAIRS:
                 e += _band_at(band, n[:, None], j[None, :], num_queries, width, begin)
             if FORM == FLAT:
-                # Weights from 0 to 1 as they are: they neither overflow nor all vanish.
+                # Weights from 0 to 1 as they are: they do not overflow, and they do not all vanish.
                 p = tl.where(seen, a, 0.0) if MASK else a
                 higher = peak
                 shrink = peak
@@ -222,15 +223,11 @@ def forward(
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout,
-    E0: tl.constexpr, E1: tl.constexpr, V: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr,
-    PARAM0: tl.constexpr, PARAM1: tl.constexpr, MODE0: tl.constexpr, MODE1: tl.constexpr,
-    LOG0: tl.constexpr, LOG1: tl.constexpr,
-    HAS_COL0: tl.constexpr, HAS_COL1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr,
-    CLIP: tl.constexpr, SIDED: tl.constexpr, FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr,
-    SAME: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr,
-    INSIDE0: tl.constexpr, INSIDE1: tl.constexpr, SUMMED: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TILED: tl.constexpr,
-    TOKENS: tl.constexpr, HELD: tl.constexpr,
+    SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, TABLE: tl.constexpr,
+    FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+    EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr, SUMMED: tl.constexpr,
+    SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr,
     FAST: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
@@ -242,7 +239,7 @@ def forward(
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    # Late blocks of a causal filter have the most to do: they start first.
+    # Late blocks of a causal filter have the most to do, and start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     n = block * BM + tl.arange(0, BM)
     place = num_keys - num_queries
@@ -252,46 +249,46 @@ def forward(
         i = n * 0 + place
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
-    q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
+    q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, SLOT0.width, num_queries, True)
     none = tl.zeros((BM,), tl.float32)
     half = none
     if FAST == 2:
         half = 0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
-    # Whose scales the queries have: those of one head, or of all in a group.
+    # The heads whose scales the queries have: one head, or all of a group.
     of = h * num_queries + tl.minimum(n, num_queries - 1) if GROUPED else h
-    scale0 = _scale(S0, number0, ss0, of, line, n, inside, MODE0, LOG0)
+    scale0 = _scale(S0, number0, ss0, of, line, n, inside, SLOT0.mode, SLOT0.log)
     q1, scale1, row1 = q0, scale0, none
-    if E1 > 0 or SUMMED:
-        scale1 = _scale(S1, number1, ss1, of, line, n, inside, MODE1, LOG1)
-    if INSIDE0 == BY_LENGTHS or INSIDE1 == BY_LENGTHS:
+    if SLOT1.width > 0 or SUMMED:
+        scale1 = _scale(S1, number1, ss1, of, line, n, inside, SLOT1.mode, SLOT1.log)
+    if SLOT0.inside == BY_LENGTHS or SLOT1.inside == BY_LENGTHS:
         inverse = _inverse_length(tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1))
-        if INSIDE0 == BY_LENGTHS:
+        if SLOT0.inside == BY_LENGTHS:
             scale0 = scale0 * inverse
-        if INSIDE1 == BY_LENGTHS:
+        if SLOT1.inside == BY_LENGTHS:
             scale1 = scale1 * inverse
     if HELD & 1:
-        q0 = _held(q0, E0, PRECISION)
-    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if HAS_ROW0 else none
-    if E1 > 0:
-        q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, E1, num_queries, True)
+        q0 = _held(q0, SLOT0.width, PRECISION)
+    row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if SLOT0.row else none
+    if SLOT1.width > 0:
+        q1 = _rows(Q1 + b * sqb1 + h * sqh1, sqt1, n, e1, SLOT1.width, num_queries, True)
         if HELD & 4:
-            q1 = _held(q1, E1, PRECISION)
-    if E1 > 0 or SUMMED:
-        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if HAS_ROW1 else none
+            q1 = _held(q1, SLOT1.width, PRECISION)
+    if SLOT1.width > 0 or SUMMED:
+        row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if SLOT1.row else none
     if SPREAD:
-        q1 = _ones(BM, q0.dtype, MODE0)
+        q1 = _ones(BM, q0.dtype, SLOT0.mode)
     h0, h1, hv = h // group0, h // group1, h // group_v
     k0 = _head(K0, b, h0, skb0, skh0, TMA)
-    k1 = _head(K1, b, h1, skb1, skh1, TMA and (E1 > 0 or SPREAD))
+    k1 = _head(K1, b, h1, skb1, skh1, TMA and (SLOT1.width > 0 or SPREAD))
     v = _head(V_, b, hv, svb, svh, TMA)
-    col0 = _column(C0 + b * scb0, h, of, gc0, sch0, HAS_COL0)
-    col1 = _column(C1 + b * scb1, h, of, gc1, sch1, HAS_COL1)
+    col0 = _column(C0 + b * scb0, h, of, gc0, sch0, SLOT0.col)
+    col1 = _column(C1 + b * scb1, h, of, gc1, sch1, SLOT1.col)
     band, begin = BAND, 0
     far = none
-    if CLIP >= 0:
+    if TABLE.clip >= 0:
         band = BAND + b * stb + h * sth
-        begin = _band_start(block * BM, place, num_keys, width, CLIP)
-        # Beyond the reach all keys have the number that a band begins with.
+        begin = _band_start(block * BM, place, num_keys, width, TABLE.clip)
+        # Keys beyond the reach have the first number of the band.
         far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
 
     acc = tl.zeros((BM, V), tl.float32)
@@ -307,18 +304,17 @@ def forward(
         SIMPLE,
     )  # fmt: skip
     if FAST > 0:
-        # All keys in one loop, and no peak to look for where it is known; what that cannot do is rare.
+        # All keys in one loop, without a running maximum where a bound is known. Rows for which this
+        # fails are rare.
         if FAST == 2:
-            # Of a key at no distance.
+            # The score of a key at distance 0.
             peak = half * (scale0 * LOG2E)
         acc, mass, peak = _forward_span(
             acc, mass, peak, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1,
             none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
             i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
-            skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
-            LINK1, PARAM0, PARAM1, MODE0, MODE1, HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
-            NONE, FILTER, FORM, SAME, False, EVEN,
-            DROPOUT, PRECISION, BM, BN, INSIDE0, INSIDE1, SUMMED, SPREAD, TMA, TILED, True, FAST == 2,
+            skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, NONE, FILTER, FORM, SAME, False, EVEN,
+            DROPOUT, PRECISION, BM, BN, SUMMED, SPREAD, TMA, TABLE, GROUPED, True, FAST == 2,
         )  # fmt: skip
         fine = tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1) > 0
         if FAST == 2:
@@ -330,10 +326,12 @@ def forward(
             peak = tl.full((BM,), float("-inf"), tl.float32)
     if FAST == 0 or whole:
         for span in tl.static_range(4):
-            # In turn: masked, beyond the table's reach, within it, masked.
+            # The spans: masked, beyond the table's reach, within it, masked.
             near = sure_stop
-            if CLIP >= 0:
-                near = tl.maximum(tl.minimum((low - CLIP + 1) // BN * BN, sure_stop), sure_start)
+            if TABLE.clip >= 0:
+                near = tl.maximum(
+                    tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start
+                )
             if span == 0:
                 first_key, last_key = start, sure_start
             elif span == 1:
@@ -342,20 +340,18 @@ def forward(
                 first_key, last_key = near, sure_stop
             else:
                 first_key, last_key = sure_stop, stop
-            if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, CLIP):
+            if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
                 acc, mass, peak = _forward_span(
                     acc, mass, peak, first_key, last_key, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
                     far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
                     i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
-                    skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, E0, E1, V, LINK0,
-                    LINK1, PARAM0, PARAM1, _mode(MODE0, GROUPED, INSIDE0), _mode(MODE1, GROUPED, INSIDE1), HAS_COL0, HAS_COL1, HAS_ROW0, HAS_ROW1,
-                    _of_keys(span, FILTER, CLIP, SIDED), FILTER,
-                    _form(FORM, _of_keys(span, FILTER, CLIP, SIDED)), SAME, span == 0 or span == 3, EVEN,
-                    DROPOUT, PRECISION, BM, BN, INSIDE0, INSIDE1, SUMMED, SPREAD, TMA, TILED, False, False,
+                    skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,
+                    _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
+                    DROPOUT, PRECISION, BM, BN, SUMMED, SPREAD, TMA, TABLE, GROUPED, False, False,
                 )  # fmt: skip
     empty = mass == 0.0
     if FORM == POLY:
-        peak = PARAM0 * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
+        peak = SLOT0.param * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
     out, lse = _finished(acc, mass, peak)
     if DROPOUT:
         out = out / (1.0 - dropout)
@@ -373,7 +369,7 @@ def forward(
 
 @triton.jit(do_not_specialize=["parts"])
 def merge(OUTS, MASSES, OUT, LSE, rows, parts, dv, PARTS: tl.constexpr, V: tl.constexpr):
-    """One out and log_mass of a row from those of every part of the keys, of which there is room for PARTS."""
+    """out and log_mass of a row from those of every part of the keys, PARTS at most."""
     n = tl.program_id(0).to(tl.int64)
     part, e = tl.arange(0, PARTS), tl.arange(0, V)
     there, inside = part < parts, e < dv
@@ -384,7 +380,7 @@ def merge(OUTS, MASSES, OUT, LSE, rows, parts, dv, PARTS: tl.constexpr, V: tl.co
     )  # fmt: skip
     peak = tl.max(log, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
-    # Of a part that is not a number, so is its share, and all that comes of it.
+    # A part that is NaN makes the row NaN.
     share = tl.exp(log - base)
     mass = tl.sum(share, 0)
     empty = mass == 0.0
@@ -399,7 +395,7 @@ def merge_far(
     OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, BAND, num_heads, length, dv, stb, sth, stt,
     V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What the keys beyond a table's reach gave joins the rest; the table's end shifts their mass."""
+    """Adds the keys beyond a table's reach to the others. The table's end shifts their log_mass."""
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)

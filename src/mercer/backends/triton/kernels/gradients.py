@@ -24,20 +24,21 @@ from .scores import FLAT, IDENTITY, POLY, _link, _power, _scaled
 @triton.jit
 def _weights(
     t0, t1, scale0, scale1, row0, row1, bias, lse2, rate, seen,
-    E1: tl.constexpr, LINK0: tl.constexpr, LINK1: tl.constexpr, PARAM0: tl.constexpr,
-    PARAM1: tl.constexpr, HAS_ROW0: tl.constexpr, HAS_ROW1: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
+    SLOT0: tl.constexpr, SLOT1: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+    FORM: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
     """(P, dP/ds0, dP/ds1): the weights again, and their derivatives at a fixed mass."""
     if FORM == POLY:
         x = t0 * rate
         if MASK:
             x = tl.where(seen, x, 0.0)
-        pull0 = _power(x, PARAM0 - 1)
+        pull0 = _power(x, SLOT0.param - 1)
         p = pull0 * x
         pull1 = p
     elif FORM == FLAT:
-        _, a, c = _link(_scaled(t0, scale0, row0, LINK0, HAS_ROW0), LINK0, PARAM0, True)
+        _, a, c = _link(
+            _scaled(t0, scale0, row0, SLOT0.link, SLOT0.row), SLOT0.link, SLOT0.param, True
+        )
         p = a * rate
         pull0 = c * rate
         if MASK:
@@ -45,13 +46,13 @@ def _weights(
             pull0 = tl.where(seen, pull0, 0.0)
         pull1 = p
     else:
-        s0 = _scaled(t0, scale0, row0, LINK0, HAS_ROW0)
-        e, a0, c0 = _link(s0, LINK0, PARAM0, False)
+        s0 = _scaled(t0, scale0, row0, SLOT0.link, SLOT0.row)
+        e, a0, c0 = _link(s0, SLOT0.link, SLOT0.param, False)
         a1 = 1.0
         c1 = 1.0
-        if E1 > 0 and not SAME:
-            s1 = _scaled(t1, scale1, row1, LINK1, HAS_ROW1)
-            other, a1, c1 = _link(s1, LINK1, PARAM1, False)
+        if SLOT1.width > 0 and not SAME:
+            s1 = _scaled(t1, scale1, row1, SLOT1.link, SLOT1.row)
+            other, a1, c1 = _link(s1, SLOT1.link, SLOT1.param, False)
             e += other
         if BIAS >= BLOCKS:
             e += bias
@@ -61,17 +62,17 @@ def _weights(
         p = bare * a0 * a1
         pull0 = p
         pull1 = p
-        if LINK0 != IDENTITY:
+        if SLOT0.link != IDENTITY:
             pull0 = bare * c0 * a1
-        if E1 > 0 and not SAME:
-            if LINK1 != IDENTITY:
+        if SLOT1.width > 0 and not SAME:
+            if SLOT1.link != IDENTITY:
                 pull1 = bare * a0 * c1
     return p, pull0, pull1
 
 
 @triton.jit
 def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKENS: tl.constexpr):
-    """Where dO of a head begins, and the stride of its rows."""
+    """The address of a head's dO, or its TMA descriptor, and the stride of its rows."""
     if TMA:
         base, stride = GRAD, dv
     elif TOKENS:
@@ -83,10 +84,10 @@ def _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA: tl.constexpr, TOKEN
 
 @triton.jit
 def _reference(col, HAS_COL: tl.constexpr):
-    """A number per key to count the others from.
+    """The first number per key, which is subtracted from the others.
 
-    The gradient of a scale sums u (<q, k> + col) over all pairs. What col has in common would be
-    a large sum that cancels; for a row, sum u is dlog_mass, so it is taken out.
+    The gradient of a scale sums u (<q, k> + col) over all pairs. A constant in col gives a large sum
+    that cancels. For a row, sum u is dlog_mass, so the constant's share is known and added later.
     """
     out = 0.0
     if HAS_COL:
@@ -97,19 +98,19 @@ def _reference(col, HAS_COL: tl.constexpr):
 
 @triton.jit
 def _counted(e, ref):
-    """How columns count that add up to numbers less ref: the fourth, e = 3, is one."""
+    """The factors of columns whose sum is col - ref. The fourth column (e = 3) is ones."""
     return tl.where(e < 3, 1.0, tl.where(e == 3, -ref, 0.0))
 
 
 @triton.jit
 def _of_columns(sums, ref):
-    """sum_j u_ij (col_j - ref), of sums over columns that add up to col, and over one of ones."""
+    """sum_j u_ij (col_j - ref), from the sums of u times each column."""
     return tl.sum(sums * _counted(tl.arange(0, COLUMNS)[None, :], ref), 1)
 
 
 @triton.jit
 def _store(target, x, mask, ADD: tl.constexpr):
-    """Store x, or add it to what another pass has stored."""
+    """Store x. ADD: add it to what an earlier pass has stored."""
     if ADD:
         x += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, x.to(target.dtype.element_ty), mask=mask)

@@ -41,7 +41,7 @@ def half_norms(
 
 @triton.jit
 def split_columns(COL, OUT, count, BM: tl.constexpr, FOR: tl.constexpr):
-    """Numbers as columns, [count, COLUMNS], for scales of a mode."""
+    """Numbers as columns, [count, COLUMNS]; FOR: the mode of the scale."""
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     _split(tl.load(COL + n, mask=n < count, other=0.0), OUT, n, n < count, FOR)
 
@@ -76,7 +76,7 @@ def deltas(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """<dO, O> - dlog_mass of every row, and log_mass to the base 2."""
-    # The last heads first: what the forward gave of them may still be in the cache.
+    # The last heads first: their outputs may still be in the L2 cache.
     bh = tl.num_programs(1) - 1 - tl.program_id(1)
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     _form_deltas(
@@ -112,7 +112,7 @@ def _of_head(SUMS, h, batch, heads, line, first, count, BLOCK: tl.constexpr):
     """The sum of `count` numbers from `first` on, of a head's lines in all sequences."""
     acc = tl.zeros((BLOCK,), tl.float32)
     per = (count + BLOCK - 1) // BLOCK
-    # Several are on their way at a time.
+    # Unrolled, so that several loads are in flight.
     for step in tl.range(0, batch * per, loop_unroll_factor=4):
         n = step % per * BLOCK + tl.arange(0, BLOCK)
         at = SUMS + (step // per * heads + h) * line + first
@@ -122,7 +122,7 @@ def _of_head(SUMS, h, batch, heads, line, first, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_scale(total, GIVEN, OUT, h, stride, LOG: tl.constexpr):
-    """The gradient of a head's scale, or of what that is formed from."""
+    """Store the gradient of a head's scale, or of its parameter."""
     if LOG[0] > 0:
         log, slope = _bent(tl.load(GIVEN + h * stride), LOG)
         total *= -2.0 * tl.exp(-2.0 * log) * slope
@@ -133,7 +133,7 @@ def _store_scale(total, GIVEN, OUT, h, stride, LOG: tl.constexpr):
 def sum_to_scale(
     SUMS, GIVEN, OUT, batch, heads, line, first, count, stride, LOG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The gradient of a head's scale, or of what it was formed from, of `count` of sums [B, H, line]."""
+    """The gradient of a head's scale, or of its parameter, from `count` of the sums [B, H, line]."""
     h = tl.program_id(0).to(tl.int64)
     total = _of_head(SUMS, h, batch, heads, line, first, count, BLOCK)
     _store_scale(total, GIVEN, OUT, h, stride, LOG)

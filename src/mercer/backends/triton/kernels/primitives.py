@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from .. import block_sizes as triton_sizes
+from .. import codes
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Numbers per key as columns of a product: three, filled up to the least that a product takes. Where
 # every query has its own scale, the fourth is ones, for sums of gradients alone.
 COLUMNS = tl.constexpr(16)
-EACH = tl.constexpr(triton_sizes.EACH)
+EACH = tl.constexpr(codes.EACH)
 
 
 @triton.jit
@@ -27,11 +27,11 @@ def _rows(base, stride, index, width, WIDTH: tl.constexpr, limit, CHECK: tl.cons
 
 @triton.jit
 def _settle(number, SETTLE: tl.constexpr):
-    """Waits for products in flight; `number` is any.
+    """Waits for matrix products in flight; `number` is any number.
 
-    Where what is multiplied was loaded and changed, Triton 3.6 goes on to the next block while Hopper
-    still reads this one from registers, or from where the next but one is written: results then differ
-    from run to run, and by more than rounding.
+    Triton 3.6 does not wait if an operand was loaded and changed in the loop. The next blocks then
+    overwrite registers or shared memory that the product still reads, and results differ from run to
+    run by more than rounding.
     """
     if SETTLE:
         tl.inline_asm_elementwise(
@@ -42,13 +42,13 @@ def _settle(number, SETTLE: tl.constexpr):
 
 @triton.jit
 def _row_of(b, h, n, line, num_heads, length, TOKENS: tl.constexpr):
-    """Which row of an output belongs to place n of a head: head by head, or token by token."""
+    """The row of an output for place n of a head: outputs lie head by head, or token by token."""
     return (b * length + n) * num_heads + h if TOKENS else line + n
 
 
 @triton.jit
 def _head(tensor, b, h, stride_b, stride_h, TMA: tl.constexpr):
-    """Where a head begins; the copy engine finds it by itself."""
+    """The address of a head's first row. A TMA descriptor stays as it is."""
     return tensor if TMA else tensor + b * stride_b + h * stride_h
 
 
@@ -57,7 +57,7 @@ def _block(
     base, b, h, stride_b, stride, start, width, limit,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of features from start on, by the copy engine or by pointers."""
+    """ROWS rows of features from start on, by TMA or by pointers."""
     if TMA:
         batch = tl.where(stride_b == 0, 0, b).to(tl.int32)
         out = base.load([batch, h.to(tl.int32), start, 0]).reshape(ROWS, WIDTH)
@@ -68,9 +68,9 @@ def _block(
 
 @triton.jit
 def _held(x, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """x as a product left it: in registers, as the first operand of all products of a loop.
+    """x in registers, in the layout of a product's first operand: x times the unit matrix.
 
-    Otherwise each would read it from shared memory again, which is as busy as the products are.
+    Otherwise every product of a loop reads it from shared memory again, which limits their speed.
     """
     if PRECISION != "ieee":
         e = tl.arange(0, WIDTH)
@@ -87,7 +87,7 @@ def _kept(seed, bh, n, j, num_queries, num_keys, dropout):
 
 @triton.jit
 def _no_tickets(COUNTERS, bh):
-    """None has been drawn in the pass over keys that begins with this head, nor in a second one."""
+    """Sets the ticket counters to 0 of the pass over keys that begins with this head, and of a second."""
     first = tl.program_id(0) == 0
     tl.store(COUNTERS + bh, 0, mask=first)
     tl.store(COUNTERS + bh + 1, 0, mask=first)
@@ -95,20 +95,20 @@ def _no_tickets(COUNTERS, bh):
 
 @triton.jit
 def _finite(x):
-    """x without what is not finite: 0 times NaN is NaN."""
+    """x with 0 in place of what is not finite, since 0 times NaN is NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
 def _numbers(col, start, num_keys, BN: tl.constexpr):
-    """The numbers of BN keys from start on."""
+    """The numbers per key of BN keys from start on."""
     j = start + tl.arange(0, BN)
     return tl.load(col + j, mask=j < num_keys, other=0.0)
 
 
 @triton.jit
 def _numbers_of(col, start, num_keys, BN: tl.constexpr, HAS_COL: tl.constexpr):
-    """The same, or, of EACH, a row of them for every row of `col`."""
+    """The same. With EACH, a row of them for every row of `col`."""
     if HAS_COL == EACH:
         j = (start + tl.arange(0, BN))[None, :]
         out = tl.load(col + j, mask=j < num_keys, other=0.0)
@@ -119,19 +119,19 @@ def _numbers_of(col, start, num_keys, BN: tl.constexpr, HAS_COL: tl.constexpr):
 
 @triton.jit
 def _below(x, HAS_COL: tl.constexpr):
-    """Numbers per key beside rows of queries."""
+    """Numbers per key, to be added to a block of [queries, keys]."""
     return x if HAS_COL == EACH else x[None, :]
 
 
 @triton.jit
 def _column(base, h, of, group, stride, HAS_COL: tl.constexpr):
-    """Where the numbers per key of head h begin, or, of EACH, those of heads `of`, as a column."""
+    """Where the numbers per key of head h begin. With EACH, a column of these for heads `of`."""
     return base + (of // group * stride)[:, None] if HAS_COL == EACH else base + h // group * stride
 
 
 @triton.jit
 def _columns(x, e, dtype: tl.constexpr, FOURTH: tl.constexpr):
-    """Numbers of rows as three columns of half precision that add up to them, and what comes fourth.
+    """Numbers of rows as three columns of half precision whose sum they are, and a fourth column.
 
     e: 0 to COLUMNS - 1, in a row.
     """
@@ -145,7 +145,7 @@ def _columns(x, e, dtype: tl.constexpr, FOURTH: tl.constexpr):
 
 @triton.jit
 def _ones(BM: tl.constexpr, dtype: tl.constexpr, MODE: tl.constexpr):
-    """What columns are multiplied by to be added up."""
+    """The operand that adds up columns: ones."""
     out = tl.full((BM, COLUMNS), 1.0, dtype)
     if MODE == 2:
         three = tl.arange(0, COLUMNS)[None, :] < 3
@@ -155,29 +155,29 @@ def _ones(BM: tl.constexpr, dtype: tl.constexpr, MODE: tl.constexpr):
 
 @triton.constexpr_function
 def _bits_beyond(dtype):
-    """Bits of float32 that lie beyond those of half precision, and eight more."""
+    """How many of float32's last bits are left out if a number in half precision gets eight more bits."""
     return {tl.float16: 5}.get(dtype, 8)
 
 
 @triton.jit
 def _taken(out, DTYPE: tl.constexpr):
-    """What rounding to half precision takes: eight more bits, to be added to those of the rounded number."""
+    """What rounding to half precision takes from a number, in eight bits."""
     SHIFT: tl.constexpr = _bits_beyond(DTYPE)
     bits = out.to(tl.int32, bitcast=True)
     if SHIFT < 8:
         near = out.to(DTYPE).to(tl.float32)
         near = near.to(tl.int32, bitcast=True)
     else:
-        # Rounded by hand: numbers that are converted one by one, not two by two, take longer.
+        # Rounded by hand. Conversion would go number by number here, which is slower.
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     taken = tl.minimum(bits - near + (1 << (SHIFT - 1)), (128 << SHIFT) - 1) >> SHIFT
-    # What ends float16 is far from it, and what is too small for all of its bits may be.
+    # Beyond the range of float16, and among its subnormal numbers, the difference takes more bits.
     return tl.maximum(taken, -128) if SHIFT < 8 else taken
 
 
 @triton.jit
 def _given_back(rounded, taken, DTYPE: tl.constexpr):
-    """What `_taken` was called for, but for its last bits; what is not finite stays so."""
+    """The number before rounding, up to its last bits. What is not finite stays as it is."""
     SHIFT: tl.constexpr = _bits_beyond(DTYPE)
     near = rounded.to(tl.float32)
     bits = near.to(tl.int32, bitcast=True) + (taken.to(tl.int32) << SHIFT)
@@ -186,7 +186,7 @@ def _given_back(rounded, taken, DTYPE: tl.constexpr):
 
 @triton.jit
 def _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW: tl.constexpr):
-    """Store an output, and what rounding takes from it: the backward needs <dO, O> better."""
+    """Store an output, and what rounding takes from it, since the backward needs <dO, O> more exactly."""
     tl.store(OUT + offset, out.to(OUT.dtype.element_ty), mask=mask)
     if HAS_LOW:
         taken = _taken(out, OUT.dtype.element_ty)
@@ -210,5 +210,5 @@ def _delta(grad, out, GRAD_LSE, LSE, at, inside, HAS_LSE: tl.constexpr):
     if HAS_LSE:
         delta -= tl.load(GRAD_LSE + at, mask=inside, other=0.0)
     lse = tl.load(LSE + at, mask=inside, other=float("-inf"))
-    # Infinite where a row sees nothing: its weights are then zero.
+    # Infinite where a row sees no key, so that its weights are 0.
     return delta, tl.where(lse == float("-inf"), float("inf"), LOG2E * lse)

@@ -9,33 +9,33 @@ import triton
 import triton.language as tl
 
 from ....term import factors
-from .. import block_sizes as triton_sizes
+from .. import codes
 from .primitives import LOG2E
 
 SQRT3 = tl.constexpr(1.7320508075688772)
 SQRT5 = tl.constexpr(2.23606797749979)
-IDENTITY = tl.constexpr(0)
-POWER = tl.constexpr(1)
-RATIONAL = tl.constexpr(2)
-MATERN12 = tl.constexpr(3)
-MATERN32 = tl.constexpr(4)
-MATERN52 = tl.constexpr(5)
-# How a span forms its weights: by the general way, or by one of the shorter ones.
-GENERAL = tl.constexpr(0)
-PLAIN = tl.constexpr(1)
-POLY = tl.constexpr(2)
-FLAT = tl.constexpr(3)
-NORMS = tl.constexpr(triton_sizes.NORMS)
-BY_LENGTHS = tl.constexpr(triton_sizes.LENGTHS)
+IDENTITY = tl.constexpr(codes.IDENTITY)
+POWER = tl.constexpr(codes.POWER)
+RATIONAL = tl.constexpr(codes.RATIONAL)
+MATERN12 = tl.constexpr(codes.MATERN12)
+MATERN32 = tl.constexpr(codes.MATERN32)
+MATERN52 = tl.constexpr(codes.MATERN52)
+# How weights are formed: in general, or in one of the shorter ways.
+GENERAL = tl.constexpr(codes.GENERAL)
+PLAIN = tl.constexpr(codes.PLAIN)
+POLY = tl.constexpr(codes.POLY)
+FLAT = tl.constexpr(codes.FLAT)
+NORMS = tl.constexpr(codes.NORMS)
+BY_LENGTHS = tl.constexpr(codes.LENGTHS)
 LEAST_LENGTH = tl.constexpr(factors.LEAST_LENGTH)
 
 
 @triton.jit
 def _link(s, LINK: tl.constexpr, PARAM: tl.constexpr, FLAT: tl.constexpr):
-    """(E, A, C): w = A 2^E and dw/ds = C 2^E, by as few slow functions as there are.
+    """(E, A, C): w = A 2^E and dw/ds = C 2^E, with as few slow instructions as possible.
 
-    For the identity, s is already to the base 2. FLAT: the weight needs no exponential at all.
-    Comparisons are written so that NaN stays NaN.
+    For the identity, s is already to the base 2. FLAT: the weight needs no exponential. Comparisons
+    are written so that NaN stays NaN.
     """
     exponent = s
     factor = 1.0
@@ -73,7 +73,7 @@ def _link(s, LINK: tl.constexpr, PARAM: tl.constexpr, FLAT: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """Odd, and without overflow."""
+    """tanh: odd, and without overflow."""
     small = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0.0, -size, size)
@@ -81,7 +81,7 @@ def _tanh(x):
 
 @triton.jit
 def _bent(x, LOG: tl.constexpr):
-    """log s of a parameter, and its slope; triton_plan.py says what LOG means."""
+    """log s of a parameter, and its slope; plan.py says what LOG means."""
     slope = 1.0
     if LOG[0] == 2:
         free = tl.minimum(tl.maximum(x, LOG[2]), LOG[3])
@@ -93,7 +93,7 @@ def _bent(x, LOG: tl.constexpr):
 
 @triton.jit
 def _grown(x, LOG: tl.constexpr):
-    """A head's scale from its parameter, where it is one."""
+    """A head's scale, from its parameter where that is a logarithm."""
     if LOG[0] > 0:
         log, _ = _bent(x, LOG)
         x = tl.exp(-2.0 * log)
@@ -102,7 +102,7 @@ def _grown(x, LOG: tl.constexpr):
 
 @triton.jit
 def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr, LOG: tl.constexpr):
-    """The scale of a slot: a number, a number of the head, or one for each query."""
+    """The scale of a slot: one number, one of the head, or one of each query."""
     if MODE == 0:
         out = number
     elif MODE == 1:
@@ -114,13 +114,13 @@ def _scale(tensor, number, stride, h, line, n, inside, MODE: tl.constexpr, LOG: 
 
 @triton.jit
 def _inverse_length(squares):
-    """1 / |x|; of what has no length, products are zeros."""
+    """1 / |x|, bounded, so that products of a zero vector are 0."""
     return 1.0 / tl.maximum(tl.sqrt(squares), LEAST_LENGTH)
 
 
 @triton.jit
 def _by_keys(t, squares, INSIDE: tl.constexpr):
-    """Products as a slot has them, from the squared lengths of keys."""
+    """Products with the norms of keys subtracted, or divided by the lengths of keys."""
     if INSIDE == NORMS:
         t -= 0.5 * squares
     elif INSIDE == BY_LENGTHS:
@@ -130,25 +130,25 @@ def _by_keys(t, squares, INSIDE: tl.constexpr):
 
 @triton.constexpr_function
 def _mode(mode, grouped, inside):
-    """The mode of scales that queries have each their own of, as heads of a group or by their lengths."""
+    """The mode of a scale in a block: 2 also if queries are heads of a group, or divided by lengths."""
     return 2 if (mode == 1 and grouped) or inside == BY_LENGTHS.value else mode
 
 
 @triton.jit
 def _down(x, MODE: tl.constexpr):
-    """A scale beside rows of queries."""
+    """A scale for a block of [queries, keys]."""
     return x[:, None] if MODE == 2 else x
 
 
 @triton.jit
 def _across(x, MODE: tl.constexpr):
-    """A scale above columns of queries."""
+    """A scale for a block of [keys, queries]."""
     return x[None, :] if MODE == 2 else x
 
 
 @triton.jit
 def _scaled(t, scale, row, LINK: tl.constexpr, HAS_ROW: tl.constexpr):
-    """s = scale t + row, to the base 2 for the identity, and exactly 0 within rounding of a cusp."""
+    """s = scale t + row. For the identity to the base 2; exactly 0 within rounding of a cusp."""
     if LINK == IDENTITY:
         s = t * (scale * LOG2E)
     else:

@@ -1,26 +1,26 @@
-"""Bands: what a table says of the pairs within its reach, and where its gradient goes.
+"""Bands of tables: how they are formed, and the gradients of what they were formed from.
 
-A table has a number for every query and distance; a band has the same by query and key, to the base
-2, so that the fused kernels read blocks of pairs as blocks of memory (`_band_start` says where a line
-begins). Here distances are `after` = j - i: they run as memory does, but each query's begin one place
-after those of the query before. So a program takes every eighth query: what it reads or writes then
-begins at multiples of 16 bytes in all lines. (Or every sixteenth, for whole sectors of memory.) Sums
-over places are taken part by part, without atomics.
+A table has a number for every query and distance. A band has the same numbers by query and key, to
+the base 2, so that the fused kernels read blocks of pairs as blocks of memory (bands.py says where a
+line begins). Here a distance is `after` = j - i. It grows along a line as memory does, but distance 0
+moves by one column from each query to the next. So a program takes every eighth query: what it reads
+or writes then begins at a multiple of 16 bytes in all lines. Sums over queries are taken part by
+part, without atomics.
 """
 
 import triton
 import triton.language as tl
 
-from .. import block_sizes as triton_sizes
+from .. import codes
 from .bands import _band_start
 from .primitives import LOG2E, _row_of, _rows, _settle
 
-EVERY = tl.constexpr(triton_sizes.EVERY)
+EVERY = tl.constexpr(codes.EVERY)
 
 
 @triton.jit
 def halves(X, OUT, count, BM: tl.constexpr):
-    """float32 numbers as sums of two of half precision, [2, count]."""
+    """float32 numbers as sums of two half precision numbers, [2, count]."""
     n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     x = tl.load(X + n, mask=n < count, other=0.0)
     high = x.to(OUT.dtype.element_ty)
@@ -30,7 +30,7 @@ def halves(X, OUT, count, BM: tl.constexpr):
 
 @triton.jit
 def _row(after, CLIP: tl.constexpr, HALF: tl.constexpr):
-    """Which row, or column, of a table belongs to a distance; HALF: none of keys after the query."""
+    """The row, or column, of a distance in a table; HALF: it has none for keys after the query."""
     if HALF:
         return tl.minimum(tl.maximum(-after, 0), CLIP)
     return tl.minimum(tl.maximum(CLIP - after, 0), 2 * CLIP)
@@ -43,28 +43,28 @@ def _count(clip, half):
 
 
 @triton.jit
-def _late_first(APART: tl.constexpr):
+def _late_first():
     """The block and the residue of a program: late blocks have the most to do, and start first."""
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // APART
-    return block, tl.program_id(0) % APART
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // EVERY
+    return block, tl.program_id(0) % EVERY
 
 
 @triton.jit
-def _places(block, residue, BM: tl.constexpr, APART: tl.constexpr):
-    """BM queries, APART from each other."""
-    return (block * BM + tl.arange(0, BM)) * APART + residue
+def _places(block, residue, BM: tl.constexpr):
+    """BM queries, of which each is EVERY after the one before."""
+    return (block * BM + tl.arange(0, BM)) * EVERY + residue
 
 
 @triton.jit
-def _aligned(first, residue, place, APART: tl.constexpr):
+def _aligned(first, residue, place):
     """The last distance up to `first` at which the lines of such queries are aligned."""
-    return first - ((first + residue + place) & (APART - 1))
+    return first - ((first + residue + place) & (EVERY - 1))
 
 
 @triton.jit
-def _columns(i, start, begin, width, BR: tl.constexpr, APART: tl.constexpr):
-    """Columns of a band from distance `start` on, [queries, BR], and which there are, by eights."""
-    first = (i + start - begin) // APART * APART
+def _columns(i, start, begin, width, BR: tl.constexpr):
+    """Columns of a band from distance `start` on, [queries, BR], and which exist, by eights."""
+    first = (i + start - begin) // EVERY * EVERY
     e = tl.arange(0, BR)
     eights = first[:, None] + (e // EVERY * EVERY)[None, :]
     return first[:, None] + e[None, :], (eights >= 0) & (eights < width)
@@ -74,8 +74,8 @@ def _columns(i, start, begin, width, BR: tl.constexpr, APART: tl.constexpr):
 def _stored(DBAND, line, n, i, first, num_queries, width, BR: tl.constexpr):
     """The gradients of pairs from key `first` on, a multiple of eight, [queries, BR].
 
-    For a causal filter and a band of all pairs, of which the pass over keys has stored every eight
-    whose first key a query sees, with zeros for the keys after it.
+    For a causal filter and a band of all pairs. The pass over keys has stored all groups of eight
+    keys whose first key the query sees, with zeros for hidden keys.
     """
     e = tl.arange(0, BR)
     eights = first + (e // EVERY * EVERY)[None, :]
@@ -90,18 +90,17 @@ def spread(
     stb, sth, stt,
     CLIP: tl.constexpr, SIDED: tl.constexpr, SCORED: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
-    APART: tl.constexpr,
 ):  # fmt: skip
     """The bands of some queries: <x_i, row>, or what a table has, for every key.
 
-    REST: what rounding took from the rows lies `rest_of` behind them.
+    REST: what rounding took from the rows lies `rest_of` numbers after them.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    block, residue = _late_first(APART)
-    if block * BM * APART + residue >= num_queries:
+    block, residue = _late_first()
+    if block * BM * EVERY + residue >= num_queries:
         return
-    n = _places(block, residue, BM, APART)
+    n = _places(block, residue, BM)
     place = num_keys - num_queries
     i = n + place
     inside = n < num_queries
@@ -110,9 +109,9 @@ def spread(
     x = n
     if SCORED:
         x = _rows(X + b * sxb + h * sxh, sxt, n, size, WIDTH, num_queries, True)
-    early = block * BM * APART + place
-    late = tl.minimum(early + BM * APART, num_keys) - 1
-    first = _aligned(tl.maximum(1 - width, -late), residue, place, APART)
+    early = block * BM * EVERY + place
+    late = tl.minimum(early + BM * EVERY, num_keys) - 1
+    first = _aligned(tl.maximum(1 - width, -late), residue, place)
     last = 1 if SIDED else tl.minimum(width - tl.minimum(early, CLIP), num_keys - early)
     # Blocks of distances that are all beyond the reach.
     near = first + tl.maximum(-CLIP + 1 - first, 0) // BR * BR
@@ -129,7 +128,7 @@ def spread(
             far = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         out = _as_band(tl.broadcast_to(far[:, None], (BM, BR)), BAND)
         for start in tl.range(first, near, BR):
-            _store_band(band, out, n, i, start, begin, width, inside, BR, APART)
+            _store_band(band, out, n, i, start, begin, width, inside, BR)
     for start in tl.range(near, last, BR):
         of = _row(start + tl.arange(0, BR), CLIP, HALF)
         if SCORED:
@@ -143,15 +142,15 @@ def spread(
         else:
             at = TABLE + b * stb + h * sth + n[:, None].to(tl.int64) * stt + of[None, :]
             out = tl.load(at, mask=inside[:, None], other=0.0)
-        _store_band(band, _as_band(out, BAND), n, i, start, begin, width, inside, BR, APART)
+        _store_band(band, _as_band(out, BAND), n, i, start, begin, width, inside, BR)
 
 
 @triton.jit
 def _as_band(out, BAND):
-    """Logarithms to the base 2, as large as a band can have them."""
+    """Logarithms to the base 2, clamped to what the band's dtype holds."""
     out = (out * LOG2E).to(BAND.dtype.element_ty)
     if BAND.dtype.element_ty == tl.float16:
-        # Two at a time, which is why this comes after rounding.
+        # After rounding, since half precision instructions take two numbers at a time.
         most = tl.full((1, 1), 65504.0, tl.float16)
         out = tl.maximum(out, -most, propagate_nan=tl.PropagateNan.ALL)
         out = tl.minimum(out, most, propagate_nan=tl.PropagateNan.ALL)
@@ -159,11 +158,9 @@ def _as_band(out, BAND):
 
 
 @triton.jit
-def _store_band(
-    band, out, n, i, start, begin, width, inside, BR: tl.constexpr, APART: tl.constexpr
-):
-    c, there = _columns(i, start, begin, width, BR, APART)
-    # From a head's first place on, 32 bits are enough.
+def _store_band(band, out, n, i, start, begin, width, inside, BR: tl.constexpr):
+    c, there = _columns(i, start, begin, width, BR)
+    # Counted from a head's first query, 32 bits are enough.
     at = band + (n[:, None] * width + c)
     tl.store(at, out, mask=there & inside[:, None])
 
@@ -173,13 +170,14 @@ def _pulled(
     DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP: tl.constexpr,
     SIDED: tl.constexpr, BR: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a table's numbers from distance `start` on, its ends with all beyond them.
+    """The gradients of a table's numbers from distance `start` on.
 
-    Without MASK all these pairs are there, and none is an end.
+    The number at an end of the table has the gradients of all pairs beyond it, too. Without MASK all
+    of these pairs are visible, and none is at an end.
     """
     i = n + place
     inside = n < num_queries
-    c, there = _columns(i, start, _band_start(n, place, num_keys, width, CLIP), width, BR, EVERY)
+    c, there = _columns(i, start, _band_start(n, place, num_keys, width, CLIP), width, BR)
     at = DBAND + line * width + (n[:, None] * width + c)
     if not MASK:
         return tl.load(at, mask=inside[:, None], other=0.0)
@@ -207,16 +205,16 @@ def band_to_queries(
 ):  # fmt: skip
     """dx_i = sum over distances of dscore_i row.
 
-    With KEYS, the features of a block of them, also dq_i = scale sum_j ds_ij k_j: where the band has
-    all pairs of a causal filter. A block of keys is read a little before the same pairs by distance, so
-    that the cache still has them then.
+    KEYS > 0: the band has all pairs of a causal filter, and this forms dq_i = scale sum_j ds_ij k_j,
+    too, from keys of KEYS features. A block of pairs is read by keys shortly before it is read by
+    distance, so that it is still in the cache.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    block, residue = _late_first(EVERY)
+    block, residue = _late_first()
     if block * BM * EVERY + residue >= num_queries:
         return
-    n = _places(block, residue, BM, EVERY)
+    n = _places(block, residue, BM)
     inside = n < num_queries
     place = num_keys - num_queries
     i = n + place
@@ -226,10 +224,10 @@ def band_to_queries(
     dq = tl.zeros((BM, KEYS if KEYS > 0 else 16), tl.float32)
     early = block * BM * EVERY + place
     late = tl.minimum(early + BM * EVERY, num_keys) - 1
-    # No key comes before the first.
-    first = _aligned(tl.maximum(-CLIP, -late), residue, place, EVERY)
+    # There are no keys before key 0.
+    first = _aligned(tl.maximum(-CLIP, -late), residue, place)
     turns = tl.cdiv((1 if SIDED else CLIP + 1) - first, BR)
-    # From here to there all pairs are, and no ends.
+    # From `sure` to `sure_stop` all pairs are visible, and none is at an end of the table.
     sure = tl.maximum(tl.cdiv(tl.maximum(1 - CLIP, -early) - first, BR), 0)
     limit = 1 if SIDED else tl.minimum(CLIP, num_keys - late)
     sure_stop = sure + tl.maximum(limit - first - sure * BR, 0) // BR
@@ -278,23 +276,23 @@ def band_to_rows(
     CLIP: tl.constexpr, SIDED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """sum_i dscore_i x_i over every eighth place of a part, [H, 8 parts, count, size], the last rows.
+    """sum_i dscore_i x_i over every eighth query of a part, [H, 8 parts, count, size], of the last
+    `count` rows.
 
-    STORED: as `_stored` has them.
+    STORED: gradients of pairs come from `_stored`.
     """
-    # Heads one after the other: what all distances of a head read stays in the cache.
+    # Head by head: what all distances of a head read stays in the L2 cache.
     h = tl.program_id(2).to(tl.int64)
     residue, part = tl.program_id(0) % EVERY, tl.program_id(0) // EVERY
     place = num_keys - num_queries
-    # Near distances have the most to do: they start first.
-    start = (
-        _aligned(-CLIP, residue, place, EVERY) + (tl.num_programs(1) - 1 - tl.program_id(1)) * BR
-    )
+    # Near distances have the most to do, and start first.
+    start = _aligned(-CLIP, residue, place) + (tl.num_programs(1) - 1 - tl.program_id(1)) * BR
     other = batch * tl.num_programs(2).to(tl.int64) * num_queries
     acc = tl.zeros((BR, WIDTH), tl.float32)
     span_of: tl.constexpr = BM * EVERY
     turns = tl.cdiv(tl.cdiv(num_queries, span_of), parts)
-    # Queries before the first key that far away have no share, and those after it no mask.
+    # Early queries see no key that far before them. Where a query sees all of these keys, no mask is
+    # needed.
     unseen = tl.maximum(-(start + BR - 1) - place, 0) // span_of
     sure = tl.cdiv(tl.maximum(-start - place, 0), span_of)
     first = tl.minimum(tl.cdiv(tl.maximum(unseen - part, 0), parts), turns)
@@ -302,7 +300,7 @@ def band_to_rows(
     if SIDED:
         edge = (start <= -CLIP) | (start + BR - 1 > 0)
     else:
-        # The last queries see no key that comes so much later.
+        # For the last queries, keys that far after them do not exist.
         edge = (start <= -CLIP) | (start + BR - 1 > 0) | (start + BR > CLIP)
     sure = tl.where(edge, turns, sure)
     for span in tl.static_range(1 if STORED else 2):
@@ -315,7 +313,7 @@ def band_to_rows(
         for turn in tl.range(batch * begin, batch * end):
             b, block = (turn % batch).to(tl.int64), turn // batch * parts + part
             line = (b * num_heads + h) * num_queries
-            n = _places(block, residue, BM, EVERY)
+            n = _places(block, residue, BM)
             if STORED:
                 key = ((n + place + start) // EVERY * EVERY)[:, None]
                 grad = _stored(DBAND, line, n, n + place, key, num_queries, width, BR)
@@ -338,10 +336,11 @@ def sum_rows(
     SUMS, DROWS, heads, parts, count, total, size,
     BR: tl.constexpr, BP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the rows from its parts, [heads, parts, count, size]: zero but for the last."""
+    """The gradient of the rows from its parts, [heads, parts, count, size]: zero but for the last
+    `count` rows."""
     first = tl.program_id(1).to(tl.int64) * heads * parts
     e = tl.arange(0, WIDTH)
-    # BP parts at a time, all with the same BR rows: one after the other, each would wait for memory.
+    # BP parts of the same BR rows at a time, so that their loads overlap.
     both = tl.arange(0, BP * BR)
     row = tl.program_id(0) * BR + both % BR
     there = (row >= total - count) & (row < total)
@@ -366,11 +365,11 @@ def band_to_table(
     """The gradient of a table, [B H, Q, 2c + 1]."""
     bh = tl.program_id(1)
     residue = tl.program_id(0) % EVERY
-    n = _places(tl.program_id(0) // EVERY, residue, BM, EVERY)
+    n = _places(tl.program_id(0) // EVERY, residue, BM)
     place = num_keys - num_queries
     line = bh.to(tl.int64) * num_queries
     other = tl.num_programs(1).to(tl.int64) * num_queries
-    start = _aligned(-CLIP, residue, place, EVERY) + tl.program_id(2) * BR
+    start = _aligned(-CLIP, residue, place) + tl.program_id(2) * BR
     out = _pulled(
         DBAND,
         ENDS,

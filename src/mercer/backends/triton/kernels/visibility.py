@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _stretch(filter):
-    """Whether each key is seen from one stretch of places: how far before its own it begins, and its length.
+    """If each key is seen from one stretch of places: how far before the key it begins, and its length.
 
-    Without a limit, further than there are places; (0, -1) where nobody sees anything.
+    Without a limit these exceed any number of places. (0, -1): nothing is visible. (): no such stretch.
     """
     (causal, left, right, _, stride, fixed, _, _, documents, gap) = filter[0]
     if len(filter) > 1 or stride or fixed or documents:
@@ -24,7 +24,7 @@ def _stretch(filter):
 
 @triton.jit
 def _first_place(j, b, first, lengths, num_keys, FILTER: tl.constexpr, STRETCH: tl.constexpr):
-    """The first places that see keys at places j, of a filter that shows them to a stretch of places."""
+    """The first place that sees each key at places j, for a filter with a stretch."""
     there = j < num_keys
     if FILTER[0][7]:
         there = there & (j < tl.load(lengths + b))
@@ -37,7 +37,7 @@ def _first_place(j, b, first, lengths, num_keys, FILTER: tl.constexpr, STRETCH: 
 
 @triton.jit
 def _keys_seen(i, b, first, lengths, num_keys, FILTER: tl.constexpr, STRETCH: tl.constexpr):
-    """The same from the other side: the first keys that queries at places i see, and the place after the last."""
+    """The first key that each query at places i sees, and the place after its last key."""
     start = i + STRETCH[0] - max(STRETCH[1], 0)
     stop = tl.minimum(i + STRETCH[0] + 1, num_keys)
     if FILTER[0][3] >= 0:
@@ -52,7 +52,7 @@ def _visible(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.cons
     """Whether queries at places i see keys at places j, one a row, the other a column."""
     STRETCH: tl.constexpr = _stretch(FILTER)
     if len(STRETCH) > 0:
-        # One comparison for each pair, of whole numbers without a sign.
+        # One comparison for each pair, of unsigned integers.
         begin = _first_place(j, b, first, lengths, num_keys, FILTER, STRETCH)
         LAST: tl.constexpr = max(STRETCH[1], 0)
         seen = (i - begin).to(tl.uint32, bitcast=True) <= LAST
@@ -63,7 +63,7 @@ def _visible(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.cons
 
 @triton.jit
 def _by_clauses(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr):
-    """The same for any filter."""
+    """The same, clause by clause, for any filter."""
     away = i - j
     seen = away != away
     for n in tl.static_range(len(FILTER)):
@@ -130,9 +130,9 @@ def _key_range(low, high, b, first, lengths, num_keys, FILTER: tl.constexpr):
 
 @triton.constexpr_function
 def _odd(count):
-    """One more for a long window that is a multiple of 16: a block that shows nothing, at most.
+    """One more for a long window that is a multiple of 16. It costs one masked block at most.
 
-    With such a bound the ptxas of Triton 3.6 says that it waits for every product of the loop.
+    With a bound that is a multiple of 16, the ptxas of Triton 3.6 waits for every product of the loop.
     """
     return count + (count >= 512 and count % 16 == 0)
 
@@ -177,7 +177,7 @@ def _query_blocks(
     low, b, first, lengths, num_queries, num_keys, OWN: tl.constexpr, BLOCK: tl.constexpr,
     FILTER: tl.constexpr,
 ):  # fmt: skip
-    """Where the blocks of queries begin that may see one of OWN keys from `low` on, and the last's end."""
+    """The blocks of queries that may see one of OWN keys from `low` on: [start, stop)."""
     high = tl.minimum(low + OWN, num_keys) - 1
     start, stop, _, _ = _query_range(
         low, high, b, first, lengths, num_keys - num_queries, num_queries, FILTER
@@ -191,9 +191,9 @@ def _cut(
     start, stop, sure_start, sure_stop, part, parts, num_keys,
     BN: tl.constexpr, SPLIT: tl.constexpr, SIMPLE: tl.constexpr,
 ):  # fmt: skip
-    """What `_key_range` gave, in blocks of keys, of one part of them.
+    """The range of `_key_range` in whole blocks of keys, within one part of the keys.
 
-    [start, sure_start) and [sure_stop, stop) need a mask; what lies between does not.
+    [start, sure_start) and [sure_stop, stop) need a mask, [sure_start, sure_stop) does not.
     """
     start = tl.maximum(start, 0) // BN * BN
     if SPLIT:

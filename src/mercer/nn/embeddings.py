@@ -1,0 +1,61 @@
+"""Embeddings t of places: sinusoids, or learned vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..term.sinusoids import sinusoid
+
+
+class Sinusoid(nn.Module):
+    """t_i: sines and cosines of i at P/2 frequencies, interleaved."""
+
+    def __init__(self, base: float = 10000.0) -> None:
+        super().__init__()
+        self.base = base
+        self.dim = 0
+
+    def setup(self, dim: int) -> None:
+        self.dim = dim
+
+    def forward(self, places: Tensor) -> Tensor:
+        if self.dim % 2:
+            raise ValueError(f"a sinusoid needs an even width, but came with {self.dim}")
+        return sinusoid(places, self.dim, self.base, torch.float64)  # [T or B, T, dim]
+
+
+class Learned(nn.Module):
+    """t_i: one learned vector for each place."""
+
+    def __init__(self, max_length: int = 1024) -> None:
+        super().__init__()
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1, but came as {max_length}")
+        self.max_length = max_length
+
+    def setup(self, dim: int) -> None:
+        self.weight = nn.Parameter(torch.randn(self.max_length, dim) * 0.02)
+
+    def forward(self, places: Tensor) -> Tensor:
+        last = last_place(places)
+        if last is not None and last >= self.max_length:
+            raise ValueError(
+                f"Learned has {self.max_length} places, but place {last} came; raise max_length"
+            )
+        return self.weight[places]
+
+
+def in_heads(t: Tensor, projection: nn.Linear, heads: int, dtype: torch.dtype) -> Tensor:
+    """t W in heads, [B, H, T, D]; B is 1 where the places are the same for the whole batch."""
+    t = projection(t.to(projection.weight.dtype)).to(dtype)
+    t = t.unflatten(-1, (heads, -1)).transpose(-3, -2)
+    return t if t.dim() == 4 else t[None]
+
+
+def last_place(places: Tensor) -> int | None:
+    """The largest place; None where it is not known, in a graph or without data."""
+    known = places.numel() and not torch.compiler.is_compiling() and places.device.type != "meta"
+    if not known:
+        return None
+    return int(places[-1] if places.dim() == 1 else places.max())
