@@ -5,7 +5,7 @@ import torch
 from catalogue import FILTERS
 
 import mercer as mc
-from mercer.backends.triton import filters as clauses
+from mercer.backends.triton import filters
 from mercer.filters import Earlier
 
 K = 11
@@ -40,7 +40,7 @@ ALL = FILTERS | {
 @pytest.mark.parametrize("queries", [K, 4])
 def test_clauses_mean_what_the_filter_means(name, queries):
     filter = ALL[name]()
-    rule = clauses.read(filter, queries, K)
+    rule = filters.read(filter, queries, K)
     assert not isinstance(rule, str)
     mask = filter.mask(queries, K).expand(2, 1, queries, K)
     for b in range(2):
@@ -61,7 +61,7 @@ def test_clauses_mean_what_the_filter_means(name, queries):
     ids=repr,
 )
 def test_simple_means_one_stretch_of_keys(filter, simple):
-    assert clauses.read(filter, 4, K).simple is simple
+    assert filters.read(filter, 4, K).simple is simple
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_simple_means_one_stretch_of_keys(filter, simple):
     ids=repr,
 )
 def test_a_filter_without_clauses_says_why(filter, why):
-    assert why in clauses.read(filter, K, K)
+    assert why in filters.read(filter, K, K)
 
 
 def test_a_filter_of_ones_own_is_not_known():
@@ -86,4 +86,4 @@ def test_a_filter_of_ones_own_is_not_known():
         def sees(self, b, i, j, start):
             return torch.as_tensor(j % 2 == 1)
 
-    assert "does not know the filter Odd" in clauses.read(Odd(), 4, K)
+    assert "does not know the filter Odd" in filters.read(Odd(), 4, K)

@@ -11,9 +11,9 @@ from mercer.backends.triton import backend as triton
 from mercer.dispatch import rules
 from mercer.dispatch.choose import BACKENDS
 from mercer.dispatch.problem import prepare
-from mercer.term.biases import Scored
-from mercer.term.factors import Apart, Unit
-from mercer.term.sinusoids import Turned
+from mercer.term.biases import QueryTable
+from mercer.term.factors import CosineFactor, DistanceFactor
+from mercer.term.sinusoids import SinusoidFactor
 
 X = torch.randn(2, 4, 32, 16)
 
@@ -136,7 +136,12 @@ def test_explaining_multiplies_nothing(name, gradient, available):
     assert counter.get_total_flops() == 0
 
 
-FORMED = {Scored: ["table"], Turned: ["q", "c"], Unit: ["q", "k"], Apart: ["row", "col"]}
+FORMED = {
+    QueryTable: ["table"],
+    SinusoidFactor: ["q", "c"],
+    CosineFactor: ["q", "k"],
+    DistanceFactor: ["row", "col"],
+}
 
 
 @pytest.mark.parametrize("name", EXPLAINED)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends.triton import plan as triton_plan
+from mercer.backends.triton import plan
 from mercer.backends.triton.backend import INSTALLED
 from mercer.backends.triton.hopper import check, eligible, launch, tier
 from mercer.testing import Shape
@@ -115,7 +115,7 @@ def run(name, dtype, monkeypatch, many=1):
     make, dim, filter, shape = CASES[name]
     torch.manual_seed(0)
     case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
-    monkeypatch.setattr(triton_plan, "STORED", 1)
+    monkeypatch.setattr(plan, "STORED", 1)
     monkeypatch.setattr(eligible, "MANY_KEYS", many)
     ran = []
     for way in ("keys", "one_pass", "all_passes")[: 3 if launch.all_passes else 2]:
@@ -248,7 +248,7 @@ def test_who_sees_what_is_not_finite_has_no_gradient(value, monkeypatch):
 def test_gradients_of_queries_come_from_programs_of_either_size(name, monkeypatch):
     got, _, want, _ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
-    monkeypatch.setattr(triton_plan, "_plans", {})
+    monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(eligible, "SHORT", 0)
     large, *_ = run(name, torch.bfloat16, monkeypatch)
     for what in got:
@@ -275,7 +275,7 @@ def test_programs_go_on_with_other_keys(name, rounds, monkeypatch):
     """Three programs for all blocks give what a program for each gives."""
     got, *_ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
-    monkeypatch.setattr(triton_plan, "_plans", {})
+    monkeypatch.setattr(plan, "_plans", {})
     for module in (eligible, launch):
         monkeypatch.setattr(module, "processors", lambda device: 3)
     monkeypatch.setattr(launch, "ROUNDS", rounds)
@@ -292,7 +292,7 @@ def repeated(make, left, dim, option, monkeypatch):
     parameters, ran = list(kernel.parameters()), []
 
     def results():
-        monkeypatch.setattr(triton_plan, "_plans", {})
+        monkeypatch.setattr(plan, "_plans", {})
         out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
         return torch.autograd.grad(out, [*inputs, *parameters], given[3])
 
@@ -452,7 +452,7 @@ def test_programs_do_again_what_has_to_be(make, programs, monkeypatch):
     for head, place in ((3, 40), (21, 280)):
         v[:, head, place, 7] = math.inf
         spoiled[:, head, place:] = True
-    monkeypatch.setattr(triton_plan, "_plans", {})
+    monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(launch, "processors", lambda device: programs)
     with torch.no_grad():
         got = mc.smooth(kernel, q, k, v, filter=filter, backend="triton", return_log_mass=True)

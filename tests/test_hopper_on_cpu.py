@@ -12,7 +12,7 @@ import pytest
 import torch
 from gluon_on_cpu import Descriptor, Pointer, module
 
-from mercer.backends.runtime import launch as launches
+from mercer.backends.runtime import launch
 from mercer.backends.triton.hopper import eligible
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 150, 16
@@ -573,13 +573,13 @@ def test_the_first_cache_has_what_shared_memory_leaves(monkeypatch):
     sizes = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
     driver = SimpleNamespace(cuFuncSetAttribute=lambda *given: asked.append(given[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
-    monkeypatch.setattr(launches.ctypes, "CDLL", lambda _: driver)
-    launches._reserve_l1(compiled, torch.device("cuda"))
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda _: driver)
+    launch._reserve_l1(compiled, torch.device("cuda"))
     assert asked == [(9, 80)]
 
     def nowhere(name):
         raise OSError(name)
 
-    monkeypatch.setattr(launches.ctypes, "CDLL", nowhere)
-    launches._reserve_l1(compiled, torch.device("cuda"))
+    monkeypatch.setattr(launch.ctypes, "CDLL", nowhere)
+    launch._reserve_l1(compiled, torch.device("cuda"))
     assert len(asked) == 1

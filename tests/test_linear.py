@@ -20,9 +20,10 @@ from mercer.backends.polynomial import (
     backend as linear,
 )
 from mercer.backends.polynomial import (
-    chunked_sums as squares,
+    chunked_sums,
+    fused,
+    plan,
 )
-from mercer.backends.polynomial import fused, plan
 from mercer.backends.polynomial.backend import PolynomialState
 from mercer.backends.triton.backend import INTERPRETED
 from mercer.term.layout import accumulator
@@ -69,11 +70,11 @@ def random(*shape, dtype=torch.float32):
 @pytest.fixture(params=["chunk by chunk", "many chunks"])
 def small_chunks(request, monkeypatch):
     """Chunks of 4 places (16 if fused), one or one head at a time or as many as there are."""
-    monkeypatch.setattr(squares, "chunk_size", lambda dim: 4)
+    monkeypatch.setattr(chunked_sums, "chunk_size", lambda dim: 4)
     monkeypatch.setattr(plan, "chunk_size", lambda dim, values: 16)
     if request.param == "chunk by chunk":
-        monkeypatch.setattr(squares, "ELEMENTS_ON_CPU", 1)
-        monkeypatch.setattr(squares, "ELEMENTS", 1)
+        monkeypatch.setattr(chunked_sums, "ELEMENTS_ON_CPU", 1)
+        monkeypatch.setattr(chunked_sums, "ELEMENTS", 1)
         monkeypatch.setattr(plan, "WORKSPACE", 1)
 
 
@@ -447,19 +448,19 @@ def walk(length, mode, causal):
     x, v = random(1, 1, length, 32), random(1, 1, length, 33)
     out, grads = torch.empty_like(v), [torch.empty_like(y) for y in (x, x, v)]
     with mode:
-        squares.Walk(x, x, v, causal).forward(out)
-        squares.Walk(x, x, v, causal).backward(v, *grads)
+        chunked_sums.Walk(x, x, v, causal).forward(out)
+        chunked_sums.Walk(x, x, v, causal).backward(v, *grads)
     return mode
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_time_is_linear_and_what_is_there_at_once_is_not_even_that(causal, monkeypatch):
-    monkeypatch.setattr(squares, "ELEMENTS", squares.ELEMENTS_ON_CPU)
+    monkeypatch.setattr(chunked_sums, "ELEMENTS", chunked_sums.ELEMENTS_ON_CPU)
     flops = [
         walk(n, FlopCounterMode(display=False), causal).get_total_flops() for n in (4096, 8192)
     ]
     assert 1.9 < flops[1] / flops[0] < 2.1
-    limit, _ = squares.room(32, 33, 1, torch.device(DEVICE))
+    limit, _ = chunked_sums.workspace(32, 33, 1, torch.device(DEVICE))
     for length in (4096, 16384):
         # The inputs themselves are some of the storages that the mode sees.
         assert walk(length, Largest(), causal).most <= max(4 * limit, 4 * 33 * length)
@@ -467,12 +468,14 @@ def test_time_is_linear_and_what_is_there_at_once_is_not_even_that(causal, monke
 
 def test_many_heads_are_taken_a_few_at_a_time(monkeypatch):
     seen = []
-    forward = squares.Walk.forward
+    forward = chunked_sums.Walk.forward
     monkeypatch.setattr(
-        squares.Walk, "forward", lambda self, out: seen.append(len(self.k)) or forward(self, out)
+        chunked_sums.Walk,
+        "forward",
+        lambda self, out: seen.append(len(self.k)) or forward(self, out),
     )
     monkeypatch.setattr(
-        squares, "ELEMENTS_ON_CPU", 3 * squares.room(8, 9, 2, torch.device("cpu"))[1]
+        chunked_sums, "ELEMENTS_ON_CPU", 3 * chunked_sums.workspace(8, 9, 2, torch.device("cpu"))[1]
     )
     q, k = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (8, 4))
     got = mc.smooth(mc.Polynomial(), q, k, k, backend="linear")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.backends.triton import plan as triton_plan
+from mercer.backends.triton import plan
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
 from mercer.backends.triton.hopper import eligible, launch, tier
 
@@ -106,7 +106,7 @@ def test_queries_get_what_is_stored(name, filter, short, share, of_mass, monkeyp
     i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     seen = {"causal": i >= j, "window": (i >= j) & (i - j <= 70), "full": i + j >= 0}[filter]
     other = Pass(scale, seen)
-    monkeypatch.setattr(triton_plan, "_plans", {})
+    monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(tier, "allows", lambda way, *_: way == "stores")
     monkeypatch.setattr(tier, "completed", lambda way, p, start, *given: [start(*given)])
     monkeypatch.setattr(eligible, "stores", lambda p, grad: True)

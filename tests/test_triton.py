@@ -17,17 +17,15 @@ from mercer.backends.runtime import device
 from mercer.backends.runtime import launch as launches
 from mercer.backends.triton import backend as triton_backend
 from mercer.backends.triton import (
-    block_sizes as triton_sizes,
+    block_sizes,
+    select,
+    tables,
 )
 from mercer.backends.triton import (
     plan as triton_plan,
 )
 from mercer.backends.triton import (
     run as triton_launch,
-)
-from mercer.backends.triton import select
-from mercer.backends.triton import (
-    tables as bands,
 )
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
 from mercer.backends.triton.sinusoids import queries, with_table
@@ -452,8 +450,8 @@ def test_a_band_that_is_too_large_to_keep_is_formed_again(compiled, monkeypatch)
         return mc.smooth(kernel, *given, filter=mc.Causal(), backend="triton")
 
     results = []
-    for most in (bands.KEPT, 1):
-        monkeypatch.setattr(bands, "KEPT", most)
+    for most in (tables.KEPT, 1):
+        monkeypatch.setattr(tables, "KEPT", most)
         torch._dynamo.reset()
         call = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
         out = call(*given)
@@ -487,9 +485,9 @@ def test_what_stays_in_registers_changes_no_bit(name, dim, monkeypatch):
     kernel, shape = ALL[name]().to(DEVICE), Shape(queries=200, keys=200, values=dim)
     case = Case(kernel, mc.Causal(), shape, dim, 0, torch.bfloat16, DEVICE)
     held = case.run("triton")
-    sizes = {key: size._replace(held=0) for key, size in triton_sizes.SIZES.items()}
-    assert sizes != triton_sizes.SIZES
-    monkeypatch.setattr(triton_sizes, "SIZES", sizes)
+    sizes = {key: size._replace(held=0) for key, size in block_sizes.SIZES.items()}
+    assert sizes != block_sizes.SIZES
+    monkeypatch.setattr(block_sizes, "SIZES", sizes)
     monkeypatch.setattr(triton_plan, "_plans", {})
     read = case.run("triton")
     assert all(torch.equal(held[name], read[name]) for name in held)
@@ -499,15 +497,15 @@ def test_what_stays_in_registers_changes_no_bit(name, dim, monkeypatch):
 @pytest.mark.parametrize("most", [101376, 166912, device.HOPPER])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_blocks_fit_into_the_shared_memory(most, dtype):
-    for (kind, bucket, needs), sizes in triton_sizes.SIZES.items():
+    for (kind, bucket, needs), sizes in block_sizes.SIZES.items():
         # A bucket of widths counts float32 twice.
         width = bucket // 2 if dtype == torch.float32 else bucket
         second = width // 2 if needs == "parts" else 0
         constants = {"E0": width - second, "E1": second, "V": min(width, 128)}
         constants["CLIP"] = 64 if needs in ("table", "near") else -1
         plan = SimpleNamespace(constants=constants, dtype=dtype, spread=needs == "keyed")
-        found = triton_sizes.fitted(kind, sizes, plan, most)
-        assert triton_sizes.bytes_of(kind, found, plan) <= most
+        found = block_sizes.fitted(kind, sizes, plan, most)
+        assert block_sizes.bytes_of(kind, found, plan) <= most
         assert min(found.queries, found.keys) >= 16
         if most == device.HOPPER and dtype == torch.bfloat16:
             assert found == sizes
@@ -1025,13 +1023,13 @@ def test_keys_without_a_gradient_change_no_other(name, room, monkeypatch):
 @pytest.mark.parametrize("shape", [Shape(queries=70, keys=70), Shape(queries=5, keys=40)], ids=str)
 def test_scores_of_sinusoids_need_no_distances_that_are_not_seen(filter, shape, monkeypatch):
     monkeypatch.setattr(triton_backend, "with_table", lambda task, _: with_table(task, 5))
-    counts, form = [], bands.form
+    counts, form = [], tables.form
 
     def noted(bias, static, v):
         counts.append((bias.rows.shape[1], static.clip))
         return form(bias, static, v)
 
-    monkeypatch.setattr(bands, "form", noted)
+    monkeypatch.setattr(tables, "form", noted)
     weight = torch.nn.Parameter(torch.randn(HEADS, DIM, 6) * 0.5)
     kernel = mc.Exponential() * mc.RelativeSinusoid("content", weight=weight)
     compare(kernel, filter, shape)
@@ -1045,7 +1043,7 @@ def test_sinusoids_are_turned_in_one_pass(shape):
     *others, length, width = shape
     wide = torch.randn(*others, length, 2 * width, device=DEVICE).half()
     c = wide[..., :width].requires_grad_()
-    factor = sinusoids.Turned(asking=c, weight=None, base=1e4, num_keys=length)
+    factor = sinusoids.SinusoidFactor(asking=c, weight=None, base=1e4, num_keys=length)
     turned = queries(factor, torch.float16)
     assert turned.dtype == torch.float16
     exact = c.detach().float().requires_grad_()

@@ -11,7 +11,7 @@ from .dispatch import choose as dispatch
 from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
 from .kernels import Kernel
-from .term.biases import Relative, Scored
+from .term.biases import QueryTable, Relative
 from .term.factors import Factor
 from .term.features import Input
 from .term.term import Term
@@ -95,7 +95,7 @@ def describe(term: Term) -> str:
     parts += [f"{f.link.formula} of s = {_dot([f])}" for f in term.factors if f.link is not None]
     for bias in term.biases:
         assert isinstance(bias, Relative), bias
-        each = "query" if isinstance(bias, Scored) or bias.per_query else "head"
+        each = "query" if isinstance(bias, QueryTable) or bias.per_query else "head"
         parts.append(f"exp(table of {2 * bias.clip + 1} distances for each {each})")
     return " * ".join(parts) or "1"
 

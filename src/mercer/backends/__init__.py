@@ -31,6 +31,9 @@ class Backend(Protocol):
     def memory(self, task: Task) -> int:
         """Bytes beyond the inputs and the output."""
 
+    def kernels(self, device: torch.device) -> str:
+        """Which of its kernels run on this device; "" where there is one kind."""
+
     def keeps_nan(self, tasks: Sequence[Task]) -> bool:
         """Whether NaN stays in the rows that see it; if not, it gets cleaned inputs."""
 

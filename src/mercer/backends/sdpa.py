@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..opaque.operators import fake, learns, operator
-from ..term.layout import accumulator, as_column, at_least, join, repeat
+from ..term.layout import accumulator, as_column, join, pad_features, repeat
 from ..term.mix import Smoothed
 from ..term.term import Term
 from . import Task
@@ -55,6 +55,11 @@ def memory(task: Task) -> int:
     return lifted + task.mask_elements * (1 + size)
 
 
+def kernels(device: torch.device) -> str:
+    """It has one kind of kernels."""
+    return ""
+
+
 def keeps_nan(tasks: Sequence[Task]) -> bool:
     """It spreads NaN, so it gets cleaned inputs."""
     return False
@@ -74,7 +79,7 @@ def _run(task: Task) -> Smoothed:
     width = max(q.shape[-1], v.shape[-1])
     if device.type != "cpu":
         width += -width % 8
-    q, k, padded = (at_least(x, width) for x in (q, k, v))
+    q, k, padded = (pad_features(x, width) for x in (q, k, v))
     lse: Tensor | None = None
     if task.log_mass:
         mask = arguments["attn_mask"]

@@ -76,9 +76,8 @@ def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
 
 
 def kernels(tasks: tuple[Task, ...], name: str) -> str:
-    """Which kernels a backend runs, where it has several and says so."""
-    say = getattr(BACKENDS[name], "kernels", None)
-    return "" if say is None else say(tasks[0].device)
+    """Which kernels a backend runs, where it has several kinds."""
+    return BACKENDS[name].kernels(tasks[0].device) if name in BACKENDS else ""
 
 
 def refusals(tasks: tuple[Task, ...], chosen: str) -> dict[str, str]:

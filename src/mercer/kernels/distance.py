@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..term.factors import Apart, LogScale, Steered
+from ..term.factors import DistanceFactor, LogScale, QueryBandwidthFactor
 from ..term.features import Input
 from ..term.layout import accumulator
 from ..term.links import Link, Matern12, Matern32, Matern52, Rational
@@ -79,7 +79,7 @@ class Distance(Kernel):
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
         q, k = self.select(q, k)
-        factor = Apart(q=q, k=k, scale=self._log_scale(q), link=self.link)
+        factor = DistanceFactor(q=q, k=k, scale=self._log_scale(q), link=self.link)
         return (Term(factors=(factor,)),)
 
     @property
@@ -228,19 +228,19 @@ class AdaptiveRBF(Distance):
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s_i^2, [B, H, Q, 1]."""
-        return self._apart(x, x).scale
+        return self._factor(x, x).scale
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        return (Term(factors=(self._apart(*self.select(q, k)),)),)
+        return (Term(factors=(self._factor(*self.select(q, k)),)),)
 
-    def _apart(self, q: Tensor, k: Tensor) -> Steered:
+    def _factor(self, q: Tensor, k: Tensor) -> QueryBandwidthFactor:
         if q.shape[-1] != self.weight.shape[-1]:
             raise ValueError(
                 f"AdaptiveRBF was made for {self.weight.shape[-1]} features, "
                 f"but the queries have {q.shape[-1]}"
             )
         w = self.weight.to(accumulator(q.dtype))
-        return Steered(q=q, k=k, x=q, w=w, base=self._log_scale(q), reach=self.reach)
+        return QueryBandwidthFactor(q=q, k=k, x=q, w=w, base=self._log_scale(q), reach=self.reach)
 
     def written_with(self, r: str, s: str) -> str:
         return f"exp(-{r}^2 / 2 s(q)^2)"

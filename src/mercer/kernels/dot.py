@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..term.factors import LEAST_LENGTH, Factor, Unit
+from ..term.factors import LEAST_LENGTH, CosineFactor, Factor
 from ..term.features import Input
 from ..term.layout import accumulator
 from ..term.links import Power
@@ -82,7 +82,7 @@ class Cosine(Kernel):
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
         q, k = self.select(q, k)
-        return (Term(factors=(Unit(q=q, k=k, scale=self.scale),)),)
+        return (Term(factors=(CosineFactor(q=q, k=k, scale=self.scale),)),)
 
     @property
     def formula(self) -> str:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..memory.constants import constant
-from ..term.biases import Relative, Scored, Slope
+from ..term.biases import QueryTable, Relative, Slope
 from ..term.features import Features, Input
 from ..term.layout import accumulator
-from ..term.sinusoids import Turned, coefficients, waves
+from ..term.sinusoids import SinusoidFactor, coefficients, waves
 from ..term.term import Term
 from .base import Kernel
 from .dot import Exponential
@@ -80,7 +80,7 @@ class Lookup(Positional):
         """scale <q_i, a_d> for every distance d."""
         return self.bias(q).table
 
-    def bias(self, q: Input) -> Scored:
+    def bias(self, q: Input) -> QueryTable:
         q = Features.of(q).part(self.on)
         if self.table.shape[-1] != q.shape[-1]:
             raise ValueError(
@@ -93,7 +93,7 @@ class Lookup(Positional):
             )
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         rows = scale * self.table.to(accumulator(q.dtype))
-        return Scored(q=q, rows=rows if rows.dim() == 3 else rows[None])
+        return QueryTable(q=q, rows=rows if rows.dim() == 3 else rows[None])
 
     @property
     def formula(self) -> str:
@@ -142,7 +142,7 @@ class RelativeSinusoid(Positional):
         )
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        turned = Turned(
+        turned = SinusoidFactor(
             asking=self._asking(q), weight=self.weight, base=self.base,
             num_keys=Features.of(k).length,
         )  # fmt: skip

@@ -31,7 +31,7 @@ from ..nn import (
     TokenKernels,
 )
 from ..systems import Attention
-from ..term.biases import Scored
+from ..term.biases import QueryTable
 from .filters import join
 from .starts import remember_start
 
@@ -279,7 +279,7 @@ def _try(layer: Attention) -> Cost:
     x = torch.zeros(1, 1, layer.d_model, dtype=weight.dtype, device=weight.device)
     q, k, v, _ = layer.parts(x)
     terms = layer.joined_kernel.terms(q, k)
-    scored = [bias for term in terms for bias in term.biases if isinstance(bias, Scored)]
+    scored = [bias for term in terms for bias in term.biases if isinstance(bias, QueryTable)]
     return Cost(
         sum(width(term) + v.shape[-1] for term in terms),
         sum(bias.rows[0].numel() for bias in scored),

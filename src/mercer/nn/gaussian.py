@@ -19,7 +19,7 @@ from ..filters import Causal, Filter
 from ..kernels import Kernel
 from ..kernels.distance import Bandwidth, read_bandwidth, squared_distance
 from ..smoother import smooth
-from ..term.factors import BEND, Apart, LogScale, Steered
+from ..term.factors import BEND, DistanceFactor, LogScale, QueryBandwidthFactor
 from ..term.features import Features, Input
 from ..term.layout import accumulator
 from ..term.term import Term
@@ -212,21 +212,21 @@ class GaussianAttention(nn.Module):
 
     def log_scale(self, q: Features) -> Tensor:
         """log s, [H, 1, 1]; with `adaptive` one for each query, [B, H, Q, 1]."""
-        apart = self.apart(q, q.part("content"))
-        if isinstance(apart, Steered):
-            return apart.log_scale()
-        assert isinstance(apart.given, LogScale)
-        return apart.given.bent()[:, None, None]
+        factor = self.factor(q, q.part("content"))
+        if isinstance(factor, QueryBandwidthFactor):
+            return factor.log_scale()
+        assert isinstance(factor.given, LogScale)
+        return factor.given.bent()[:, None, None]
 
-    def apart(self, q: Features, k: Tensor) -> Apart:
+    def factor(self, q: Features, k: Tensor) -> DistanceFactor:
         """The distance of queries and keys, in bandwidths."""
         x = q.part("content")
         wide = accumulator(x.dtype)
         base = self._log_bandwidth(wide)
         if not self.adaptive:
-            return Apart(q=x, k=k, scale=base)
+            return DistanceFactor(q=x, k=k, scale=base)
         by, w = q.part("bare") if "bare" in q else x, self.steering.to(wide)
-        return Steered(q=x, k=k, x=by, w=w, base=base, reach=ADAPTIVE_REACH)
+        return QueryBandwidthFactor(q=x, k=k, x=by, w=w, base=base, reach=ADAPTIVE_REACH)
 
     def _log_bandwidth(self, dtype: torch.dtype) -> LogScale:
         """log s, [H]: the parameter itself up to half of the bounds, then bent toward them."""
@@ -263,12 +263,12 @@ class _LayerRBF(Kernel):
         return frozenset({"content"})
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
-        scale = self._layer[0].apart(Features.of(q), Features.of(k).part("content")).scale
+        scale = self._layer[0].factor(Features.of(q), Features.of(k).part("content")).scale
         return -0.5 * scale * squared_distance(*self.select(q, k))
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
         _, y = self.select(q, k)
-        return (Term(factors=(self._layer[0].apart(Features.of(q), y),)),)
+        return (Term(factors=(self._layer[0].factor(Features.of(q), y),)),)
 
     @property
     def formula(self) -> str:

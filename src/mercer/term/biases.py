@@ -42,7 +42,7 @@ class Relative:
         return torch.cat([left.expand(ends), self.table, right.expand(ends)], -1)
 
 
-class Scored(Relative):
+class QueryTable(Relative):
     """bias(i, j) = <q_i, rows[clip(i - j, -c, c) + c]>: the table is formed lazily.
 
     The rows are a tensor, or a function of the first distance: a causal call needs only the rows

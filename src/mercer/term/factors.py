@@ -82,7 +82,7 @@ class LogScale:
         return (-2.0 * self.bent()).exp()[:, None, None]
 
 
-class Apart(Factor):
+class DistanceFactor(Factor):
     """link(-scale_i |q_i - k_j|^2 / 2).
 
     `row` and `col` are norms. They, and a scale given by its logarithm, are formed lazily.
@@ -146,7 +146,7 @@ class Apart(Factor):
         return self._row
 
 
-class Steered(Apart):
+class QueryBandwidthFactor(DistanceFactor):
     """A distance whose scale each query computes, from features x and a row w of its head.
 
     scale_i = exp(-2 (log s + reach tanh(<x_i, w> / reach))), formed lazily.
@@ -186,7 +186,7 @@ class Steered(Apart):
 LEAST_LENGTH = 1e-12
 
 
-class Unit(Factor):
+class CosineFactor(Factor):
     """scale <q_i, k_j> / |q_i||k_j|; the normalised features are formed lazily."""
 
     queries: Tensor
@@ -225,7 +225,7 @@ def unit(x: Tensor) -> Tensor:
     return F.normalize(x.to(accumulator(x.dtype)), dim=-1, eps=LEAST_LENGTH)
 
 
-class Sloped(Factor):
+class SlopeFactor(Factor):
     """-m (i - j) = m j - m i where j <= i, with places counted from the last key.
 
     The part of the query is formed lazily.
@@ -238,7 +238,7 @@ class Sloped(Factor):
         self.q = slope.new_empty(1, slope.shape[0], num_queries, 0)
         self.k = slope.new_empty(1, 1, num_keys, 0)
         self.slope, self.scale, self.link = slope, slope.view(-1, 1, 1), None
-        self.col = late(num_keys, slope.device, slope.dtype)
+        self.col = places_from_end(num_keys, slope.device, slope.dtype)
         self._row = None
 
     @property
@@ -253,18 +253,18 @@ class Sloped(Factor):
     @property
     def row(self) -> Tensor:  # type: ignore[override]
         if self._row is None:
-            places = late(self.q.shape[2], self.q.device, self.q.dtype)
+            places = places_from_end(self.q.shape[2], self.q.device, self.q.dtype)
             self._row = -(self.slope.view(1, -1, 1) * places)
         return self._row
 
 
-def late(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def places_from_end(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The places 1 - T to 0, counted from the last one, [1, 1, T]."""
 
     def make() -> Tensor:
         return torch.arange(1 - length, 1, device=device, dtype=dtype)[None, None]
 
-    return constant(("late", length, dtype), device, make)
+    return constant(("places from end", length, dtype), device, make)
 
 
 def half_norm(x: Tensor) -> Tensor:

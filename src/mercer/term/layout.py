@@ -33,7 +33,7 @@ def join(parts: list[Tensor]) -> Tensor:
     return torch.cat([repeat(p, batch, heads) for p in parts], -1)
 
 
-def at_least(x: Tensor, width: int) -> Tensor:
+def pad_features(x: Tensor, width: int) -> Tensor:
     """x padded with zeros to this many features; x itself if it has them already."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 

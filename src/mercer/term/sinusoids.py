@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..memory.constants import constant
 from ..opaque.operators import fake, operator
-from .biases import Scored
+from .biases import QueryTable
 from .factors import Factor
 from .layout import accumulator
 from .learned import Learned, needs_gradient
@@ -105,7 +105,7 @@ def coefficients(asking: Tensor, weight: Tensor | None) -> Tensor:
     return asking if weight is None else asking @ weight.to(asking.dtype)
 
 
-class Turned(Factor):
+class SinusoidFactor(Factor):
     """<c_i turned by its place, sinusoids of j>: sin(i - j) and cos(i - j) by the angle sums.
 
     Places are counted from the last key: only differences matter, and recent ones matter most. The
@@ -152,7 +152,7 @@ class Turned(Factor):
     def k(self) -> Tensor:  # type: ignore[override]
         return self.keys_in(accumulator(self.asking.dtype))
 
-    def as_table(self) -> Scored | None:
+    def as_table(self) -> QueryTable | None:
         """The same weights as <x_i, weight sinusoid(d)> of every distance d; None without a weight.
 
         It reaches one place further than the keys do, so no row stands for distances beyond it.
@@ -166,7 +166,7 @@ class Turned(Factor):
             rows = run_of_sinusoids(first, last + 1, weight.shape[-1], self.base, x, wide=wide)
             return rows @ weight.to(x.dtype).mT
 
-        return Scored(q=x, form=form, clip=last, source=weight)
+        return QueryTable(q=x, form=form, clip=last, source=weight)
 
     def keys_in(self, dtype: torch.dtype) -> Tensor:
         """`k`, computed in the accumulator's dtype and rounded to this one."""

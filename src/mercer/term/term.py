@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .biases import Relative, Slope
-from .factors import Factor, Sloped
+from .factors import Factor, SlopeFactor
 from .layout import as_column, join
 from .links import Link
 
@@ -79,7 +79,7 @@ class Term:
             if isinstance(bias, Relative):
                 tables.append(bias)
             elif causal:
-                factors.append(Sloped(bias.slope, num_queries, num_keys))
+                factors.append(SlopeFactor(bias.slope, num_queries, num_keys))
             else:
                 clip = max(num_queries, num_keys, 1) - 1
                 far = torch.arange(-clip, clip + 1, device=bias.slope.device).abs()

@@ -41,6 +41,11 @@ def memory(task: Task) -> int:
     return wide * task.batch * task.heads * (tokens * widths + 6 * block)
 
 
+def kernels(device: torch.device) -> str:
+    """It has one kind of kernels."""
+    return ""
+
+
 def keeps_nan(tasks: Sequence[Task]) -> bool:
     """It spreads NaN, so it gets cleaned inputs."""
     return False

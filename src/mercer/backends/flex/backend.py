@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...term.layout import at_least, repeat
+from ...term.layout import pad_features, repeat
 from ...term.links import Matern12, Matern32, Matern52, Power, Rational
 from ...term.mix import Smoothed
 from ...term.term import Term
@@ -51,6 +51,11 @@ def memory(task: Task) -> int:
     return task.batch * task.heads * (features + 4 * captured) + 16 * blocks * task.batch
 
 
+def kernels(device: torch.device) -> str:
+    """It has one kind of kernels."""
+    return ""
+
+
 def keeps_nan(tasks: Sequence[Task]) -> bool:
     """It spreads NaN, so it gets cleaned inputs."""
     return False
@@ -71,7 +76,7 @@ def _run(task: Task) -> Smoothed:
     one = compiled.compiled_for(task)
     try:
         out, lse = one(
-            *(at_least(x, MIN_WIDTH) for x in (q, k, v)),
+            *(pad_features(x, MIN_WIDTH) for x in (q, k, v)),
             lowered,
             compiled.mask_of(task),
             compiled.asking_for_mass() if task.log_mass else {},

@@ -29,7 +29,7 @@ from ...term.links import Power
 from ...term.mix import Smoothed
 from .. import Task
 from . import plan
-from .chunked_sums import Walk, absorb, features, room, slices
+from .chunked_sums import Walk, absorb, features, slices, workspace
 from .fused import smooth_squares
 
 name = "linear"
@@ -69,7 +69,7 @@ def memory(task: Task) -> int:
     copies = task.num_queries * task.heads * (2 * dim + values)
     copies += task.num_keys * heads * (dim + values)
     pairs = task.batch * task.heads * task.num_queries * task.num_keys
-    at_once, _ = room(dim, values, task.heads // heads, task.device)
+    at_once, _ = workspace(dim, values, task.heads // heads, task.device)
     return accumulator(task.v.dtype).itemsize * (task.batch * copies + min(at_once, 3 * pairs))
 
 
@@ -78,6 +78,11 @@ def fused(task: Task) -> bool:
     sizes = (task.batch, task.num_queries, task.num_keys)
     dim = task.term.factors[0].width
     return min(sizes) > 0 and plan.runs(task.device, task.v.dtype, dim, task.v.shape[-1])
+
+
+def kernels(device: torch.device) -> str:
+    """It has one kind of kernels."""
+    return ""
 
 
 def keeps_nan(tasks: Sequence[Task]) -> bool:
@@ -197,7 +202,7 @@ def _few(heads: int, causal: bool, *tensors: Tensor) -> Iterator[tuple[Walk, tup
     q, k, v, *others = (
         x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:]) for x in tensors
     )
-    most, chunk = room(q.shape[-1], v.shape[-1], q.shape[1], q.device)
+    most, chunk = workspace(q.shape[-1], v.shape[-1], q.shape[1], q.device)
     for few in slices(0, len(k), most // chunk):
         yield Walk(q[few], k[few], v[few], causal), tuple(x[few] for x in others)
 

@@ -34,7 +34,7 @@ def chunk_size(dim: int) -> int:
     return max(128, min(1024, 8 * 2 ** (dim - 1).bit_length()))
 
 
-def room(dim: int, values: int, group: int, device: torch.device) -> tuple[int, int]:
+def workspace(dim: int, values: int, group: int, device: torch.device) -> tuple[int, int]:
     """How many numbers may be there at once, and how many one chunk of one key head needs."""
     size, width = chunk_size(dim), sum(h * (dim - a) for a, h, _ in _blocks(dim))
     chunk = size * (1 + group) * (width + size) + 3 * width * values
@@ -128,7 +128,7 @@ class Walk:
         self.q, self.k, self.v, self.causal = q, k, v, causal
         (count, self.group, queries, dim), keys = q.shape, k.shape[2]
         self.start, self.size = keys - queries, chunk_size(dim)
-        most, chunk = room(dim, v.shape[-1], self.group, q.device)
+        most, chunk = workspace(dim, v.shape[-1], self.group, q.device)
         many = self.size * max(1, most // (chunk * max(count, 1)))
         # With few queries or keys, to form all weights is less work than a state.
         self.direct = min(queries, keys) <= self.size

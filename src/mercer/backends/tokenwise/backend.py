@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...filters import Causal, Full
 from ...term.factors import Factor
-from ...term.layout import at_least, repeat
+from ...term.layout import pad_features, repeat
 from ...term.mix import Smoothed
 from .. import Task
 from ..runtime.device import INSTALLED, INTERPRETED
@@ -87,7 +87,7 @@ def run(task: Task, convolution: Convolution) -> Smoothed | None:
     width = max(q.shape[-1], wide)
     # cuDNN and flash attention take multiples of 8.
     width += -width % 8 if v.is_cuda else 0
-    q, k, v = (at_least(x, width) for x in (q, k, v))
+    q, k, v = (pad_features(x, width) for x in (q, k, v))
     if torch.compiler.is_compiling():
         tokens = (q.is_cuda or INTERPRETED) and by_tokens(q)
         out = smooth_taps(q, k, v, *taps, *call, tokens)[0]

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...term.biases import Scored
-from ...term.factors import BEND, Apart, Factor, LogScale, Steered
+from ...term.biases import QueryTable
+from ...term.factors import BEND, DistanceFactor, Factor, LogScale, QueryBandwidthFactor
 from ...term.layout import repeat
 from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
 from ...term.mix import Smoothed
@@ -63,7 +63,7 @@ def refuses(task: Task) -> str | None:
     if isinstance(widths, str):
         return widths
     bias = task.term.relative
-    if bias is not None and not isinstance(bias, Scored) and 2 * bias.clip + 1 > MAX_DISTANCES:
+    if bias is not None and not isinstance(bias, QueryTable) and 2 * bias.clip + 1 > MAX_DISTANCES:
         return f"its table has more than {MAX_DISTANCES} distances"
     if (pairs := _pairs(task)) > MAX_PAIRS:
         return f"its table reaches {pairs:,} pairs, more than {MAX_PAIRS:,}"
@@ -148,12 +148,12 @@ def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
         number, mode, scale, log = 1.0, 0, none, NO_LOG
         # One slot at most, of those that are steered, is steered within the call.
         free = steer is None and not compiling
-        if isinstance(f, Steered) and free and steering.by_queries(f, task):
+        if isinstance(f, QueryBandwidthFactor) and free and steering.by_queries(f, task):
             mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)
             weights = [f.w.float()]
-        elif isinstance(f, Steered) and not compiling:
+        elif isinstance(f, QueryBandwidthFactor) and not compiling:
             mode, scale = 2, steering.steered(f, shape, _bend(f.base), task.v.dtype)
-        elif isinstance(f, Apart) and isinstance(f.given, LogScale) and not compiling:
+        elif isinstance(f, DistanceFactor) and isinstance(f.given, LogScale) and not compiling:
             mode, scale, log = 1, f.given.log.float(), _bend(f.given)
         elif not isinstance(f.scale, Tensor):
             number = float(f.scale)
@@ -161,7 +161,7 @@ def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
             mode, scale = 2, f.scale.float().expand(*shape, 1)[..., 0]
         else:
             mode, scale = 1, f.scale.float().reshape(-1)
-        norm = isinstance(f, Apart)
+        norm = isinstance(f, DistanceFactor)
         counts = summed or f.link is not None
         row = none if norm or not counts or f.row is None else _full(f.row, shape)
         col = none if norm or f.col is None else f.col.float()
@@ -203,7 +203,7 @@ def _bias(task: Task, shape: tuple[int, int, int], sided: bool) -> tuple[Bias, i
     bias = task.term.relative
     if bias is None:
         return Bias(), -1
-    if isinstance(bias, Scored) and bias.clip > 0:
+    if isinstance(bias, QueryTable) and bias.clip > 0:
         asking = _of_all_heads(bias.q.to(task.v.dtype), task.heads)
         asking = expanded(asking, task.batch, *asking.shape[1:])
         rows = bias.past() if sided else bias.rows

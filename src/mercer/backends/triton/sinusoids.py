@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...term.learned import derives, needs_gradient
-from ...term.sinusoids import Turned, turned, waves_of_queries
+from ...term.sinusoids import SinusoidFactor, turned, waves_of_queries
 from ...term.term import Term
 from .. import Task
-from .layout import readable_rows
 from .numbers import turn
 
 # A table has a score for each pair. It is used up to this many keys and scores.
@@ -25,7 +24,7 @@ MAX_KEYS, MAX_SCORES = 8192, 2**32
 
 def with_table(task: Task, max_width: int) -> Task:
     """The task, with sinusoids of more than `max_width` features as tables of distances."""
-    wide = [f for f in task.term.factors if isinstance(f, Turned) and f.width > max_width]
+    wide = [f for f in task.term.factors if isinstance(f, SinusoidFactor) and f.width > max_width]
     scores = task.batch * task.heads * task.num_queries * task.num_keys
     if not wide or task.num_keys > MAX_KEYS or scores > _max_scores(task.device):
         return task
@@ -47,7 +46,7 @@ def _max_scores(device: torch.device) -> int:
     return min(MAX_SCORES, torch.cuda.get_device_properties(device).total_memory // 16)
 
 
-def queries(f: Turned, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def queries(f: SinusoidFactor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """`f.q` times a scale, in a dtype."""
     c = f.c
     if c.dtype.itemsize != 2 or torch.compiler.is_compiling():
@@ -55,7 +54,7 @@ def queries(f: Turned, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     waves = waves_of_queries(c, f.base, scale)
     if derives(needs_gradient(c)):
         return _Turn.apply(c, waves).to(dtype)
-    return _turned(c, waves, 1.0).to(dtype)
+    return turn(c, waves, 1.0).to(dtype)
 
 
 class _Turn(torch.autograd.Function):
@@ -64,14 +63,10 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, waves: Tensor) -> Tensor:
         ctx.save_for_backward(waves)
-        return _turned(x, waves, 1.0)
+        return turn(x, waves, 1.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (waves,) = ctx.saved_tensors
-        return _turned(grad, waves, -1.0), None
-
-
-def _turned(x: Tensor, waves: Tensor, sign: float) -> Tensor:
-    return turn(readable_rows(x), waves, sign)
+        return turn(grad, waves, -1.0), None

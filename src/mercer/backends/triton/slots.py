@@ -5,19 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...term.factors import Apart, Factor, Sloped, Steered, Unit, late, unit
+from ...term.factors import (
+    CosineFactor,
+    DistanceFactor,
+    Factor,
+    QueryBandwidthFactor,
+    SlopeFactor,
+    places_from_end,
+    unit,
+)
 from ...term.layout import join, repeat
-from ...term.sinusoids import Turned
+from ...term.sinusoids import SinusoidFactor
 from ...term.term import Term
 from .numbers import add
 from .sinusoids import queries
 from .static import are_few
 
 
-class Joined(Apart):
+class Joined(DistanceFactor):
     """A distance with one more number per key, in units of the distance's own."""
 
-    def __init__(self, f: Apart, extra: Tensor) -> None:
+    def __init__(self, f: DistanceFactor, extra: Tensor) -> None:
         super().__init__(q=f.q, k=f.k, scale=f.given, link=f.link)
         self.extra = extra
 
@@ -52,7 +60,7 @@ def slots_of(term: Term, dtype: torch.dtype, learns: bool) -> list[Factor]:
     """One or two factors with features, which, if few queries do not learn, may be as given."""
     plain, bare, linked = _parts(term)
     alone = len(term.factors) == 1 and not learns
-    plain = [_of_length_1(f, dtype, alone) if isinstance(f, Unit) else f for f in plain]
+    plain = [_of_length_1(f, dtype, alone) if isinstance(f, CosineFactor) else f for f in plain]
     if len(plain) + len(linked) > 2 and len(plain) > 1:
         plain = [_merged([_rotated(f, dtype) for f in plain], dtype)]
     for f in bare:
@@ -69,7 +77,7 @@ def slots_of(term: Term, dtype: torch.dtype, learns: bool) -> list[Factor]:
         assert not isinstance(first.scale, Tensor)
         assert not isinstance(second.scale, Tensor)
         ratio = second.scale / first.scale
-        if isinstance(second, Turned):
+        if isinstance(second, SinusoidFactor):
             q, k = queries(second, dtype, ratio), second.keys_in(dtype)
         else:
             q, k = second.q if ratio == 1.0 else (second.q.float() * ratio).to(dtype), second.k
@@ -82,25 +90,29 @@ def summands(first: Term, second: Term) -> list[Factor] | None:
     slots = []
     for term in (first, second):
         kinds = [type(f) for f in term.factors]
-        if term.biases or len(kinds) != 1 or kinds[0] not in (Factor, Apart, Steered, Unit):
+        if (
+            term.biases
+            or len(kinds) != 1
+            or kinds[0] not in (Factor, DistanceFactor, QueryBandwidthFactor, CosineFactor)
+        ):
             return None
-        slots.append(_as_given(f) if isinstance(f := term.factors[0], Unit) else f)
+        slots.append(_as_given(f) if isinstance(f := term.factors[0], CosineFactor) else f)
     one, other = slots
     return slots if one.q is other.q and one.k is other.k else None
 
 
 def _rotated(f: Factor, dtype: torch.dtype) -> Factor:
     """Sinusoids as a factor with features of this dtype; other factors as they are."""
-    if not isinstance(f, Turned):
+    if not isinstance(f, SinusoidFactor):
         return f
     return Factor(q=queries(f, dtype), k=f.keys_in(dtype))
 
 
-def _as_given(f: Unit) -> Factor:
+def _as_given(f: CosineFactor) -> Factor:
     return AsGiven(q=f.queries, k=f.keys, scale=f.scale)
 
 
-def _of_length_1(f: Unit, dtype: torch.dtype, alone: bool) -> Factor:
+def _of_length_1(f: CosineFactor, dtype: torch.dtype, alone: bool) -> Factor:
     if alone and are_few(f.queries.shape[2], f.keys.shape[2]):
         return _as_given(f)
     q, k = (unit(x).to(dtype) for x in (f.queries, f.keys))
@@ -129,7 +141,7 @@ def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:
 def _joined(target: Factor, f: Factor) -> Factor:
     """The number per key of f as one of the target: scale_f col_f / scale_target."""
     assert f.col is not None
-    if isinstance(f, Sloped) and not isinstance(target.scale, Tensor) and not target.keyed:
+    if isinstance(f, SlopeFactor) and not isinstance(target.scale, Tensor) and not target.keyed:
         col = _slopes(f.k.shape[2], target.scale, f.slope)
         return Factor(q=target.q, k=target.k, scale=target.scale, row=target.row, col=col)
     col = f.col.float()
@@ -141,7 +153,7 @@ def _joined(target: Factor, f: Factor) -> Factor:
             col = col / factor if divide else col * factor
         else:
             col = col / scale if divide else col * scale
-    if isinstance(target, Apart):
+    if isinstance(target, DistanceFactor):
         return Joined(target, add(col, target.extra) if isinstance(target, Joined) else col)
     if target.col is not None:
         col = add(col, target.col.float())
@@ -151,4 +163,4 @@ def _joined(target: Factor, f: Factor) -> Factor:
 def _slopes(num_keys: int, scale: float, slope: Tensor) -> Tensor:
     """What slopes give each key, in units of a scale, [1, H, K]."""
     slope = slope.float()
-    return late(num_keys, slope.device, slope.dtype) * (slope.view(1, -1, 1) / scale)
+    return places_from_end(num_keys, slope.device, slope.dtype) * (slope.view(1, -1, 1) / scale)

@@ -1,9 +1,9 @@
-"""Bandwidths that queries steer: formed before the fused kernels start, their gradient passed on after.
+"""Bandwidths that each query sets: computed before the fused kernels start, with their gradients.
 
     1 / s_i^2        log s_i = log s + reach tanh(<x_i, w> / reach)
 
-Where queries steer by their own features, as AdaptiveRBF has it, that is part of the one call of the
-fused kernels. Where other features do, it is a step of its own.
+If x are the features of the queries, as in AdaptiveRBF, this is a part of the one call of the fused
+kernels. Otherwise it is an autograd step of its own.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...term.factors import Steered
+from ...term.factors import QueryBandwidthFactor
 from .. import Task
 from ..runtime.launch import start
 from .layout import expanded, next_power_of_two, readable_rows, strides_of
 from .plan import Inputs
 from .static import Log, Static, Steer
 
-# Places of a sum that one program takes: few, so that there are programs enough for all processors.
+# Places that one program sums over: few, so that there are enough programs for all processors.
 PART = 128
 
 
 def scaled(steer: Steer, inputs: Inputs, w: Tensor) -> Tensor:
-    """The scales that queries steer, in place of the logarithm of their base."""
+    """Replace the logarithm of the base by the scale of every query."""
     slot, bend, reach = steer
     log = inputs.scale[slot].contiguous()
     found = _scales(inputs.q[slot], w.contiguous(), log, bend, reach)
@@ -34,7 +34,7 @@ def scaled(steer: Steer, inputs: Inputs, w: Tensor) -> Tensor:
 
 
 def pass_on(static: Static, grads: list[Tensor], q: list[Tensor], w: Tensor, log: Tensor) -> None:
-    """The gradient of scales that queries steer, passed on to these, the weights and the base."""
+    """Pass the gradient of the scales on to the queries, the weights and the base."""
     assert static.steer is not None
     slot, bend, reach = static.steer
     at = 2 * len(q) + 1 + slot
@@ -48,13 +48,15 @@ def pass_on(static: Static, grads: list[Tensor], q: list[Tensor], w: Tensor, log
     grads.insert(5 * len(q) + 1, dw)
 
 
-def by_queries(f: Steered, task: Task) -> bool:
-    """Whether the features that steer are those of the queries, as the kernels read them."""
+def by_queries(f: QueryBandwidthFactor, task: Task) -> bool:
+    """Whether x are the features of the queries, as the kernels read them."""
     whole = f.q.shape[:2] == (task.batch, task.heads)
     return f.x is f.q and whole and f.q.dtype == task.v.dtype and f.q.stride(-1) == 1
 
 
-def steered(f: Steered, shape: tuple[int, int, int], bend: Log, dtype: torch.dtype) -> Tensor:
+def steered(
+    f: QueryBandwidthFactor, shape: tuple[int, int, int], bend: Log, dtype: torch.dtype
+) -> Tensor:
     """The scale of every query."""
     x = f.x.to(dtype)
     x = expanded(x, x.shape[0], shape[1], *x.shape[2:])
@@ -62,7 +64,7 @@ def steered(f: Steered, shape: tuple[int, int, int], bend: Log, dtype: torch.dty
 
 
 class _Steer(torch.autograd.Function):
-    """The scales that queries steer, in one kernel each way."""
+    """The scale of every query, by one kernel each way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float) -> Tensor:
@@ -94,7 +96,7 @@ def _gradients(
     grad: Tensor, x: Tensor, w: Tensor, log: Tensor, bend: Log, reach: float,
     to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, w and log; that of x is added to one that is there."""
+    """The gradients of x, w and log. With `to`, that of x is added there."""
     from .kernels import norms
 
     batch, heads, length, width = x.shape

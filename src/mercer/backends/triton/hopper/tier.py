@@ -29,9 +29,11 @@ def forward(
 
 def way(x: Inputs, p: Plan, grad: Tensor, outcome: Outcome) -> str:
     """How all gradients are formed: "sums" by `one_pass`, "stores" by `all_passes`, or "" elsewhere."""
-    pays = checking() is not None or eligible.pays_to_sum(p)
-    if eligible.sums(p, grad) and pays and allows("sums", x, p, outcome):
-        return "sums"
+    if eligible.sums(p, grad):
+        # Asked after `sums`, which takes one clause of a filter only.
+        pays = checking() is not None or eligible.pays_to_sum(p)
+        if pays and allows("sums", x, p, outcome):
+            return "sums"
     if eligible.stores(p, grad) and allows("stores", x, p, outcome):
         return "stores"
     return ""
