@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     device = torch.device(options.device)
     asked = [*SYSTEMS, "rbf"] if options.systems == "all" else options.systems.split(",")
     if options.jobs < 1:
-        parser.error(f"--jobs must be at least 1, but came as {options.jobs}")
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
     names = [RBF if name == "rbf" else name for name in asked]
     clock = Clock(device, options.repeats)
     about = {"command": _command(options)} | describe(device)

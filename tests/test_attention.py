@@ -526,7 +526,7 @@ def test_a_segment_memory_is_refused_in_cross_attention():
 
 @pytest.mark.parametrize("cache", [None, mn.Cache], ids=["no cache", "cache"])
 def test_a_filter_of_another_type_raises(cache):
-    with pytest.raises(ValueError, match="filter must be a Filter, but came as str"):
+    with pytest.raises(ValueError, match="filter must be a Filter, got str"):
         make()(draw(), filter="causal", cache=None if cache is None else cache())
 
 

@@ -174,7 +174,7 @@ def test_crop_in_cross_attention_forgets_queries_and_keeps_the_context():
 def test_crop_beyond_what_is_there_raises(length):
     cache = mn.Cache()
     make()(draw(4), cache=cache)
-    with pytest.raises(ValueError, match=f"length must be from 0 to 4, but came as {length}"):
+    with pytest.raises(ValueError, match=f"length must be from 0 to 4, got {length}"):
         cache.crop(length)
 
 
@@ -348,7 +348,7 @@ def test_a_cache_with_segments_shows_what_is_near_the_start_of_the_segment(posit
 
 
 def test_a_segment_memory_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="length must be at least 0, but came as -1"):
+    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
         mn.SegmentMemory(-1)
     a, memory = make(), mn.SegmentMemory(4)
     a(draw(batch=3), cache=memory)

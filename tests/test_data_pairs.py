@@ -120,7 +120,7 @@ def test_a_folder_of_the_layout(tmp_path):
         found = data.pairs(source, tokenizer="bytes", cache_dir=tmp_path / "cache")
         assert (len(found.train), len(found.valid), found.test) == (20, 10, None)
         assert found.train[3] == ("wort 3", "word 3")
-    with pytest.raises(ValueError, match="train, valid, but came as 'test'"):
+    with pytest.raises(ValueError, match="train, valid, got 'test'"):
         found.encoded("test")
     with pytest.raises(data.DataError, match=r"several corpora \(one, two\)"):
         data.pairs(tmp_path, cache_dir=tmp_path / "cache")

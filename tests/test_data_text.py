@@ -97,7 +97,7 @@ def test_blocks(docs):
     for length in (1, len(docs.train) + 1):
         with pytest.raises(ValueError, match="length must be"):
             docs.blocks("train", length)
-    with pytest.raises(ValueError, match="train, valid, but came as 'test'"):
+    with pytest.raises(ValueError, match="train, valid, got 'test'"):
         docs.blocks("test", 8)
 
 

@@ -393,7 +393,7 @@ def test_a_pattern_of_windows_repeats_and_ends_with_a_long_one():
     [
         (("SXL", 4), "pattern must be made of S and L.*'SXL'"),
         (("", 4), "pattern must be made of S and L"),
-        (("SL", 0), "num_layers must be at least 1, but came as 0"),
+        (("SL", 0), "num_layers must be at least 1, got 0"),
     ],
 )
 def test_a_bad_pattern_raises(arguments, message):
@@ -597,9 +597,9 @@ def test_a_report_without_a_row_that_sees_itself_raises():
     ("arguments", "options", "message"),
     [
         ((10, 3), {}, "d_model 10 does not divide into 3 heads"),
-        ((0, 1), {}, "d_model must be at least 1, but came as 0"),
-        ((8, 0), {}, "num_heads must be at least 1, but came as 0"),
-        ((9, 3), {"rotary": True}, "Rotary needs an even head dimension, but came with 3"),
+        ((0, 1), {}, "d_model must be at least 1, got 0"),
+        ((8, 0), {}, "num_heads must be at least 1, got 0"),
+        ((9, 3), {"rotary": True}, "Rotary needs an even head dimension, got 3"),
         ((8, 2), {"rotary": mn.ALiBi()}, "rotary must be True, False or a Rotary"),
         ((8, 2), {"rotary": 7}, "rotary must be True, False or a Rotary.*7"),
         ((8, 2), {"bandwidth": 0.0}, "bandwidth must be positive and finite.*0.0"),
@@ -607,7 +607,7 @@ def test_a_report_without_a_row_that_sees_itself_raises():
         ((8, 2), {"bandwidth": math.nan}, "bandwidth must be positive and finite"),
         ((8, 2), {"bandwidth": [1.0, math.inf]}, "bandwidth must be positive and finite"),
         ((8, 2), {"bandwidth": [1.0, 2.0, 3.0]}, "bandwidth has 3 numbers for 2 heads"),
-        ((8, 2), {"filter": "causal"}, "filter must be a Filter, but came as str"),
+        ((8, 2), {"filter": "causal"}, "filter must be a Filter, got str"),
         ((8, 2), {"backend": "magic"}, "backend must be one of"),
         ((8, 2), {"dropout": 1.0}, "dropout_p must be at least 0 and below 1"),
     ],
@@ -620,15 +620,15 @@ def test_what_does_not_fit_raises_at_once(arguments, options, message):
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (5, 24), (1, 2, 5, 24)])
 def test_an_input_of_another_width_raises(shape):
-    with pytest.raises(ValueError, match=r"x must be \[B, T, 24\], but came as"):
+    with pytest.raises(ValueError, match=r"x must be \[B, T, 24\], got"):
         make()(torch.zeros(shape))
 
 
 def test_a_bad_filter_or_cache_of_the_call_raises():
     a, x = make(), draw()
-    with pytest.raises(ValueError, match="filter must be a Filter, but came as str"):
+    with pytest.raises(ValueError, match="filter must be a Filter, got str"):
         a(x, filter="causal")
-    with pytest.raises(ValueError, match="must be a Cache or a SegmentMemory, but came as dict"):
+    with pytest.raises(ValueError, match="must be a Cache or a SegmentMemory, got dict"):
         a(x, cache={})
     with pytest.raises(ValueError, match="Padding was made for 3 sequences, but the batch has 2"):
         a(x, filter=mc.Padding([1, 2, 3]))

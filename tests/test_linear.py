@@ -547,7 +547,7 @@ def test_a_state_names_what_does_not_fit():
     state, x = PolynomialState(), random(2, 2, 3, 4)
     with pytest.raises(ValueError, match="the state is empty"):
         state.read(x)
-    with pytest.raises(ValueError, match=r"but came as \[2, 2, 3, 4\] and \[2, 2, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"got \[2, 2, 3, 4\] and \[2, 2, 2, 4\]"):
         state.update(x, x[:, :, :2])
     state.update(x, x)
     with pytest.raises(ValueError, match=r"the state has shape \[2, 2, 16, 5\]"):

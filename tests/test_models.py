@@ -321,8 +321,8 @@ CONFIG_ERRORS = {
     "there is no system 'bert'; there are: vaswani2017": {"system": "bert"},
     "there is no kernel 'RBX'": {"kernel": "RBX()"},
     "d_model 16 does not divide into 3 heads": {"num_heads": 3},
-    "num_layers must be a whole number from 1 up, but came as 0": {"num_layers": 0},
-    "system must have one entry for each of 2 layers, but came with 3": {"system": ["lee2018"] * 3},
+    "num_layers must be a whole number from 1 up, got 0": {"num_layers": 0},
+    "system must have one entry for each of 2 layers, got 3": {"system": ["lee2018"] * 3},
     "norm must be one of layer, rms, rms-plain": {"norm": "batch"},
     "activation must be one of": {"activation": "step"},
     "dropout must be at least 0 and below 1": {"dropout": 1.0},
@@ -375,7 +375,7 @@ def test_inputs_that_do_not_fit():
         model(draw(1, 33))
     with pytest.raises(ValueError, match=r"attention_mask must be \[2, 11\]"):
         model(ids, attention_mask=torch.ones(2, 10))
-    with pytest.raises(ValueError, match="must be a KernelCache, but came as list"):
+    with pytest.raises(ValueError, match="must be a KernelCache, got list"):
         model(ids, past_key_values=[1])
     with pytest.raises(ValueError, match="one entry for each of 2 layers"):
         model(ids, memory=model.new_memory(3)[:1])

@@ -97,7 +97,7 @@ def test_gradient_checkpointing_changes_nothing():
 
 
 def test_it_says_what_is_wrong():
-    with pytest.raises(ValueError, match=r"pixel_values must be \[B, 1, 8, 8\], but came as"):
+    with pytest.raises(ValueError, match=r"pixel_values must be \[B, 1, 8, 8\], got"):
         make()(torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match="patch_size must divide image_size"):
         KernelViTConfig(**(SIZES | {"patch_size": 3}))

@@ -323,7 +323,7 @@ def test_the_key_holds_all_that_decides():
         (lambda: Study(systems=["dai2019"], budget={"steps": 0}).jobs(), "dai2019: steps must be"),
         (lambda: Variant("a", steps=3), "sets 'steps', but systems may differ in"),
         (lambda: Variant("a b", system="dai2019"), "must be letters"),
-        (lambda: Shard(3, 2), "i from 1 to n, but came as 3/2"),
+        (lambda: Shard(3, 2), "i from 1 to n, got 3/2"),
         (lambda: Shard(0, 2), "i from 1 to n"),
     ],
 )

@@ -154,7 +154,7 @@ def test_quick_is_what_it_promises():
         (["mine.py", "--seeds", "4-2"], "--seeds must be such as"),
         (["mine.py", "--table"], "there are no results of this study in runs/mine yet"),
         (["empty.py"], "empty.py must define `study = Study(...)`, but has no `study`"),
-        (["wrong.py"], "must be a mercer.studies.Study, but came as 3"),
+        (["wrong.py"], "must be a mercer.studies.Study, got 3"),
         (["broken.py"], "broken.py:2: "),
         (["division.py"], "division.py:3: division by zero"),
         (["typo.py"], "did you mean 'learning_rate'?"),

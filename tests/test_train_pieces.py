@@ -20,13 +20,13 @@ from mercer.train.state import capture_random, kept_random, restore_random, seed
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"task": "speech"}, "task must be one of lm, translation, vision, but came as 'speech'"),
+        ({"task": "speech"}, "task must be one of lm, translation, vision, got 'speech'"),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16"),
         ({"device": "abacus"}, "device must be one of cpu, cuda"),
         ({"evaluate_by": "eye"}, "evaluate_by must be one of blocks, sliding, memory"),
-        ({"steps": 0}, "steps must be a whole number from 1 on, but came as 0"),
+        ({"steps": 0}, "steps must be a whole number from 1 on, got 0"),
         ({"batch": 2.5}, "batch must be a whole number"),
-        ({"learning_rate": -1.0}, "learning_rate must be above 0, but came as -1.0"),
+        ({"learning_rate": -1.0}, "learning_rate must be above 0, got -1.0"),
         ({"clip": float("nan")}, "clip must be above 0"),
         ({"floor": 2.0}, "floor must be from 0 to 1"),
         ({"time": 60.0, "warmup": 10.0}, "warmup must be from 0 to 1"),

@@ -60,12 +60,12 @@ def filter(text: str) -> Filter:
 def _read(text: str, what: str, kind: type[T], names: Names, inner: Names, operators: str) -> T:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
-            f"{what} must be text such as {_example(what)}, but came as "
+            f"{what} must be text such as {_example(what)}, got "
             f"{text!r}"
         )  # fmt: skip
     if len(text) > LONGEST:
         raise ValueError(
-            f"{what} must be at most {LONGEST} characters, but came with {len(text)}"
+            f"{what} must be at most {LONGEST} characters, got {len(text)}"
         )  # fmt: skip
     try:
         tree = ast.parse(text.strip(), mode="eval").body

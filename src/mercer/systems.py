@@ -137,7 +137,7 @@ def child2019(
 ) -> KernelAttention:
     """Sparse Transformer."""
     if pattern not in ("strided", "fixed"):
-        raise ValueError(f"pattern must be 'strided' or 'fixed', but came as {pattern!r}")
+        raise ValueError(f"pattern must be 'strided' or 'fixed', got {pattern!r}")
     filter: Filter = Strided(stride) if pattern == "strided" else Fixed(stride, summary)
     position = DirectSum(Learned(max_length))
     return _attention(

@@ -69,7 +69,7 @@ def build_filter(text: str, shrink: float = 1.0) -> Filter:
 
 def _wrong(text: str) -> ValueError:
     *others, last = [_usage(name, cls) for name, cls in FILTERS.items()]
-    return ValueError(f"--filter must be {', '.join(others)} or {last}, but came as {text!r}")
+    return ValueError(f"--filter must be {', '.join(others)} or {last}, got {text!r}")
 
 
 def _usage(name: str, cls: type[Filter]) -> str:

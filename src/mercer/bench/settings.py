@@ -112,13 +112,13 @@ def read(
     if dtype is None:
         dtype = "bfloat16" if kind == "cuda" else "float32"
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but came as {dtype!r}")
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if write and not tune:
         raise ValueError("--write puts what --tune found into rules.json: it needs --tune")
     if graph and kind == "cpu":
         raise ValueError("--graph replays CUDA graphs: it needs a CUDA device")
     if repeats is not None and repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, but came as {repeats}")
+        raise ValueError(f"--repeats must be at least 1, got {repeats}")
     if output is not None and output.suffix in (".json", ".md"):
         output = output.with_suffix("")
     shapes = shapes or (TUNE if tune else DECODE if decode else SHAPES)[kind]
@@ -164,14 +164,14 @@ def _read_shapes(text: str) -> list[tuple[int, int, int, int, int]]:
         except ValueError:
             raise ValueError(
                 "--shapes must be BxHxTxD such as 8x10x2048x128, or BxH/KxTxD with K heads of keys,"
-                f" but came as {shape!r}"
+                f" got {shape!r}"
             ) from None
         if min(found) < 1:
-            raise ValueError(f"--shapes must have numbers of at least 1, but came as {shape!r}")
+            raise ValueError(f"--shapes must have numbers of at least 1, got {shape!r}")
         if found[1] % found[2]:
             raise ValueError(
                 "--shapes must have heads of keys that divide those of queries,"
-                f" but came as {shape!r}"
+                f" got {shape!r}"
             )
         shapes.append(found)
     return shapes

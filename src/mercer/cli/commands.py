@@ -88,7 +88,7 @@ def explain_system(
     names = list(systems.SYSTEMS) if system == "all" else [system]
     batch, heads, length, head_dim = _shape(shape)
     if dtype not in DTYPES:
-        _fail(f"--dtype must be one of {', '.join(DTYPES)}, but came as {dtype!r}")
+        _fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     place = _device(device)
     console = Console(highlight=False, soft_wrap=True)
     for name in names:
@@ -183,9 +183,9 @@ def _shape(text: str) -> tuple[int, int, int, int]:
     try:
         batch, heads, length, head_dim = (int(number) for number in text.split(","))
     except ValueError:
-        _fail(f"--shape must be B,H,T,D such as 1,8,1024,64, but came as {text!r}")
+        _fail(f"--shape must be B,H,T,D such as 1,8,1024,64, got {text!r}")
     if min(batch, heads, length, head_dim) < 1:
-        _fail(f"--shape must have numbers of at least 1, but came as {text!r}")
+        _fail(f"--shape must have numbers of at least 1, got {text!r}")
     return batch, heads, length, head_dim
 
 

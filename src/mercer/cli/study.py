@@ -92,7 +92,7 @@ def read_seeds(text: str) -> list[int]:
     for piece in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"--seeds must be such as 0,1,2 or 0-4, but came as {text!r}")
+            raise ValueError(f"--seeds must be such as 0,1,2 or 0-4, got {text!r}")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return list(dict.fromkeys(found))
 
@@ -103,7 +103,7 @@ def read_shard(text: str) -> Shard:
 
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None:
-        raise ValueError(f"--shard must be i/n with i from 1 to n, but came as {text!r}")
+        raise ValueError(f"--shard must be i/n with i from 1 to n, got {text!r}")
     return Shard(int(match[1]), int(match[2]))
 
 

@@ -294,7 +294,7 @@ def _pairs(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign or not name.isidentifier():
-            raise ValueError(f"an option must be NAME=VALUE, but came as {text!r}")
+            raise ValueError(f"an option must be NAME=VALUE, got {text!r}")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -132,10 +132,10 @@ def images(
         on_progress: called with what is being done and how much of it is, from 0 to 1.
     """
     if unknown := set(augment) - set(AUGMENTS):
-        raise ValueError(f"augment must be of {AUGMENTS}, but came with {sorted(unknown)}")
+        raise ValueError(f"augment must be of {AUGMENTS}, got {sorted(unknown)}")
     if channels not in (None, 1, 3) or (size is not None and size < 1):
         raise ValueError(
-            f"channels must be 1 or 3 and size positive, but they came as {channels} and {size}"
+            f"channels must be 1 or 3 and size positive, got {channels} and {size}"
         )
     fit = Fit(size=size, channels=channels)
     found = _find_images(source, fit, columns, cache.choose_folder(cache_dir), on_progress)

@@ -74,7 +74,7 @@ class PairData:
         found = getattr(self, name) if name in ("train", "valid", "test") else None
         if found is None:
             has = [n for n in ("train", "valid", "test") if getattr(self, n) is not None]
-            raise ValueError(f"split must be one of {', '.join(has)}, but came as {name!r}")
+            raise ValueError(f"split must be one of {', '.join(has)}, got {name!r}")
         assert isinstance(found, Pairs)
         return found
 
@@ -120,7 +120,7 @@ class EncodedPairs(Dataset[Item]):
         if len(self.kept) == 0:
             raise ValueError(
                 f"max_length must let some pairs in, but the shortest has {longest.min()} tokens "
-                f"and max_length came as {max_length}"
+                f"and max_length is {max_length}"
             )
 
     def __len__(self) -> int:
@@ -206,7 +206,7 @@ def _read_tables(tables: dict[str, hub.Table], columns: Sequence[str]) -> dict[s
     if not columns:
         columns = tables["train"].find_languages()
     if len(columns) != 2:
-        raise ValueError(f"columns must be two names, but came as {columns}")
+        raise ValueError(f"columns must be two names, got {columns}")
     return {
         split: Pairs((first, second) for first, second in table.read_texts(columns))
         for split, table in tables.items()

@@ -63,7 +63,7 @@ class TextData:
         found = getattr(self, name, None) if name in ("train", "valid", "test") else None
         if found is None:
             has = [n for n in ("train", "valid", "test") if getattr(self, n) is not None]
-            raise ValueError(f"split must be one of {', '.join(has)}, but came as {name!r}")
+            raise ValueError(f"split must be one of {', '.join(has)}, got {name!r}")
         assert isinstance(found, TokenFile)
         return found
 
@@ -91,7 +91,7 @@ class Blocks(Dataset[Item]):
         if not 1 < length <= len(file):
             raise ValueError(
                 f"length must be between 2 and the {len(file)} tokens of the split, "
-                f"but came as {length}"
+                f"got {length}"
             )
         self.file = file
         self.length = length
@@ -117,7 +117,7 @@ class Windows(Dataset[Item]):
         if length < 2 or not 0 < stride < length:
             raise ValueError(
                 "length must be 2 or more and stride between 1 and length - 1 (the first token of "
-                f"a window is not predicted), but they came as {length} and {stride}"
+                f"a window is not predicted), got {length} and {stride}"
             )
         self.file = file
         self.length = min(length, len(file))

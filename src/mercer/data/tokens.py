@@ -95,7 +95,7 @@ def choose(
         return spell_bytes(specials)
     if str(spec).startswith("bpe:"):
         if not str(spec)[4:].isdecimal():
-            raise ValueError(f"a BPE is named like 'bpe:1024', but came as {spec!r}")
+            raise ValueError(f"a BPE is named like 'bpe:1024', got {spec!r}")
         return _train_once(int(str(spec)[4:]), fingerprint(), texts, folder, specials)
     path = Path(spec).expanduser()
     if spec == "gpt2" and not path.exists():
@@ -112,7 +112,7 @@ def _check(tokenizer: Any) -> Any:
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ValueError(
             "a tokenizer must be one of transformers' fast tokenizers, or the name of one, "
-            f"but came as {type(tokenizer).__name__}"
+            f"got {type(tokenizer).__name__}"
         )
     return tokenizer
 

@@ -78,7 +78,7 @@ def prepare(
 ) -> Problem:
     """Raise ValueError where the arguments do not fit each other."""
     if not isinstance(kernel, Kernel):
-        raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
+        raise ValueError(f"kernel must be a Kernel, got {type(kernel).__name__}")
     check_options(filter, backend, dropout_p)
     q, k = _features("q", q), _features("k", k)
     v = _features("v", v).part("content")
@@ -100,11 +100,11 @@ def prepare(
 def check_options(filter: object, backend: str, dropout_p: float) -> None:
     """Raise ValueError for options that no input could make right."""
     if not isinstance(filter, Filter):
-        raise ValueError(f"filter must be a Filter, but came as {type(filter).__name__}")
+        raise ValueError(f"filter must be a Filter, got {type(filter).__name__}")
     if backend not in NAMES:
-        raise ValueError(f"backend must be one of {', '.join(NAMES)}, but came as {backend!r}")
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {backend!r}")
     if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):
-        raise ValueError(f"dropout_p must be at least 0 and below 1, but came as {dropout_p}")
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def _batch(q: Features, k: Features, v: Tensor) -> int:
     sizes = {name: x.shape[0] for name, x in _named(q, k, v)}
     batch = v.shape[0] if v.shape[0] != 1 else next((n for n in sizes.values() if n != 1), 1)
     if any(size not in (1, batch) for size in sizes.values()):
-        raise ValueError(f"q, k and v must have one batch size, or 1, but came with {sizes}")
+        raise ValueError(f"q, k and v must have one batch size, or 1, got {sizes}")
     return batch
 
 
@@ -183,4 +183,4 @@ def _check_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> None:
 def _check_dtypes(q: Features, k: Features, v: Tensor) -> None:
     if any(x.dtype != v.dtype for x in (*q.tensors(), *k.tensors())):
         dtypes = {name: x.dtype for name, x in _named(q, k, v)}
-        raise ValueError(f"q, k and v must have one dtype, but came as {dtypes}")
+        raise ValueError(f"q, k and v must have one dtype, got {dtypes}")

@@ -63,7 +63,7 @@ class Shard:
     def __post_init__(self) -> None:
         if not 1 <= self.index <= self.count:
             raise ValueError(
-                f"--shard must be i/n with i from 1 to n, but came as {self.index}/{self.count}"
+                f"--shard must be i/n with i from 1 to n, got {self.index}/{self.count}"
             )
 
     @property

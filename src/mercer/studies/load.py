@@ -43,7 +43,7 @@ def read(path: Path) -> Study:
     study = names["study"]
     if not isinstance(study, Study):
         raise ValueError(
-            f"`study` in {path} must be a mercer.studies.Study, but came as {study!r:.80}"
+            f"`study` in {path} must be a mercer.studies.Study, got {study!r:.80}"
         )
     return replace(study, name=path.stem) if study.name == "study" else study
 

@@ -32,7 +32,7 @@ class Variant:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
             raise ValueError(
                 "the name of a variant must be letters, digits and . _ + - without spaces, "
-                f"but came as {name!r}"
+                f"got {name!r}"
             )
         for part in parts:
             if part not in PARTS:
@@ -99,10 +99,10 @@ class Study:
     def __post_init__(self) -> None:
         if not self.systems or isinstance(self.systems, str):
             raise ValueError(
-                f"systems must be a list of at least one, but came as {self.systems!r}"
+                f"systems must be a list of at least one, got {self.systems!r}"
             )
         if self.task not in METRICS:
-            raise ValueError(f"task must be one of {', '.join(METRICS)}, but came as {self.task!r}")
+            raise ValueError(f"task must be one of {', '.join(METRICS)}, got {self.task!r}")
         for part in self.budget:
             if part in {*PARTS, *ELSEWHERE} - {"overrides"}:
                 raise ValueError(
@@ -201,4 +201,4 @@ METRICS = {
 def check_seeds(seeds: Sequence[int]) -> None:
     whole = all(isinstance(seed, int) and seed >= 0 for seed in seeds)
     if not seeds or not whole or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be different numbers from 0 on, but came as {seeds!r}")
+        raise ValueError(f"seeds must be different numbers from 0 on, got {seeds!r}")

@@ -22,7 +22,7 @@ class Features:
         # No set of them: what is put into a set is a constant of a compiled graph.
         if any(length != lengths[0] for length in lengths):
             found = dict(zip(parts, lengths, strict=True))
-            raise ValueError(f"the parts of Features must have one length, but came as {found}")
+            raise ValueError(f"the parts of Features must have one length, got {found}")
         self._parts = parts
 
     @staticmethod
@@ -73,8 +73,8 @@ Input: TypeAlias = Features | Tensor
 
 def _check_part(name: str, part: object) -> None:
     if not isinstance(part, Tensor):
-        raise ValueError(f"{name} must be a tensor, but came as {type(part).__name__}")
+        raise ValueError(f"{name} must be a tensor, got {type(part).__name__}")
     if part.dim() != 4:
-        raise ValueError(f"{name} must be [B, H, T, D], but came as {list(part.shape)}")
+        raise ValueError(f"{name} must be [B, H, T, D], got {list(part.shape)}")
     if not part.is_floating_point():
-        raise ValueError(f"{name} must be a floating point tensor, but came as {part.dtype}")
+        raise ValueError(f"{name} must be a floating point tensor, got {part.dtype}")

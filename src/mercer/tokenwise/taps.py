@@ -23,13 +23,13 @@ from ..term.layout import accumulator
 def check_boundary(boundary: object) -> None:
     if boundary not in BOUNDARIES:
         raise ValueError(
-            f"boundary must be one of {', '.join(BOUNDARIES)}, but came as {boundary!r}"
+            f"boundary must be one of {', '.join(BOUNDARIES)}, got {boundary!r}"
         )
 
 
 def check_size(size: object) -> None:
     if not isinstance(size, int) or size < 1 or size % 2 == 0:
-        raise ValueError(f"size must be an odd number such as 3, 5 or 7, but came as {size}")
+        raise ValueError(f"size must be an odd number such as 3, 5 or 7, got {size}")
 
 
 def check_temperature(name: str, value: object) -> None:
@@ -37,7 +37,7 @@ def check_temperature(name: str, value: object) -> None:
         return
     # A compiled graph compares a number that may vary, and asks no more of it.
     if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be None or a positive finite number, but came as {value}")
+        raise ValueError(f"{name} must be None or a positive finite number, got {value}")
 
 
 def cut(

@@ -123,7 +123,7 @@ def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
         return
     if not isinstance(taps, Tensor) or taps.dim() != 4 or not taps.is_floating_point():
         came = list(taps.shape) if isinstance(taps, Tensor) else type(taps).__name__
-        raise ValueError(f"{name} must be numbers [B, K, H or 1, S], but came as {came}")
+        raise ValueError(f"{name} must be numbers [B, K, H or 1, S], got {came}")
     batch, length, heads, size = taps.shape
     k = problem.k.part("content") if name == "key_taps" else problem.v
     # One by one: a compiled graph does not look for a size that varies among others.
@@ -132,10 +132,10 @@ def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
         allowed = sorted({1, k.shape[1], problem.q.heads})
         raise ValueError(
             f"{name} must be [{problem.batch}, {problem.k.length}, "
-            f"{' or '.join(map(str, allowed))}, S], but came as {list(taps.shape)}"
+            f"{' or '.join(map(str, allowed))}, S], got {list(taps.shape)}"
         )
     if size % 2 == 0:
-        raise ValueError(f"{name} must have an odd number of taps, but came with {size}")
+        raise ValueError(f"{name} must have an odd number of taps, got {size}")
     check_size(size)
     if taps.device != problem.v.device:
         raise ValueError(f"{name} must be on {problem.v.device}, but is on {taps.device}")

@@ -49,7 +49,7 @@ class Order(Sampler[list[int]]):
     ) -> None:
         if batch % (accumulate * processes):
             raise ValueError(
-                f"batch must be a multiple of accumulate x processes, but came as {batch}, with "
+                f"batch must be a multiple of accumulate x processes, got {batch}, with "
                 f"accumulate {accumulate} and {processes} processes"
             )
         self.batch = batch

@@ -143,33 +143,33 @@ class Settings:
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, but came as {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
     def _check_numbers(self) -> None:
         for name in WHOLE:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number from 1 on, but came as {value!r}")
+                raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
         for name in ("time", "learning_rate", "clip"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be above 0, but came as {value!r}")
+                raise ValueError(f"{name} must be above 0, got {value!r}")
         for name in ("bandwidth_rate", "token_rate", "weight_decay", "warmup"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be at least 0, but came as {value!r}")
+                raise ValueError(f"{name} must be at least 0, got {value!r}")
         for name in ("floor", "smoothing", *(["warmup"] if self.steps is None else [])):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, but came as {value!r}")
+                raise ValueError(f"{name} must be from 0 to 1, got {value!r}")
         for name, least in (("seed", 0), ("workers", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number from 0 on, but came as {value!r}")
+                raise ValueError(f"{name} must be a whole number from 0 on, got {value!r}")
         assert self.batch is not None
         if self.batch % self.accumulate:
             raise ValueError(
-                f"batch must be a multiple of accumulate, but came as {self.batch} and "
+                f"batch must be a multiple of accumulate, got {self.batch} and "
                 f"{self.accumulate}"
             )
         if self.resume and self.output is None:
@@ -217,6 +217,6 @@ def read_time(text: str) -> float:
     """Seconds of "90", "90s", "10m", "1h30m"."""
     found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     if found is None or not any(found.groups()):
-        raise ValueError(f"time must be such as 90s, 10m or 1h30m, but came as {text!r}")
+        raise ValueError(f"time must be such as 90s, 10m or 1h30m, got {text!r}")
     hours, minutes, seconds = (float(part or 0) for part in found.groups())
     return 3600 * hours + 60 * minutes + seconds

@@ -129,7 +129,7 @@ def _refuses_place(task: Task) -> str | None:
     if torch.compiler.is_compiling():
         return "inside torch.compile the limit on compilations is not its own"
     if task.v.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it computes in float32, and came with {task.v.dtype}"
+        return f"it computes in float32, got {task.v.dtype}"
     if 0 in (task.batch, task.num_queries, task.num_keys):
         return "there is nothing to smooth: an empty batch or sequence"
     if task.dropout_p:

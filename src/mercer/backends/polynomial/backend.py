@@ -274,7 +274,7 @@ class PolynomialState:
         """More keys [B, H, T, D] and values [B, H, T, V], after those that are there."""
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
             raise ValueError(
-                f"k and v must be [B, H, T, D] and [B, H, T, V], but came as {list(k.shape)} and "
+                f"k and v must be [B, H, T, D] and [B, H, T, V], got {list(k.shape)} and "
                 f"{list(v.shape)}"
             )
         wide = accumulator(v.dtype)
@@ -296,7 +296,7 @@ class PolynomialState:
         heads = self.sums.shape[1]
         if q.dim() != 4 or q.shape[1] % heads:
             raise ValueError(
-                f"q must be [B, H, T, D] with a multiple of {heads} heads, but came as "
+                f"q must be [B, H, T, D] with a multiple of {heads} heads, got "
                 f"{list(q.shape)}"
             )
         x = q.to(self.sums.dtype)

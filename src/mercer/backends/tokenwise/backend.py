@@ -61,7 +61,7 @@ def _refuses(task: Task, q: Tensor) -> str | None:
         return "Triton is not installed"
     halves = (torch.bfloat16, torch.float16)
     if q.dtype not in ((torch.float32,) if INTERPRETED else halves):
-        return f"flash attention takes half precision, and came with {q.dtype}"
+        return f"flash attention takes half precision, got {q.dtype}"
     if max(q.shape[3], task.v.shape[3]) > MAX_WIDTH or task.batch * task.heads > MAX_ROWS:
         return "there are too many features or heads"
     if torch.compiler.is_compiling() and not is_on(task.device):

@@ -46,7 +46,7 @@ def refuses(task: Task) -> str | None:
     if (why := _unavailable(task.device.type)) is not None:
         return why
     if task.v.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it computes in float32, and came with {task.v.dtype}"
+        return f"it computes in float32, got {task.v.dtype}"
     if 0 in (task.batch, task.num_queries, task.num_keys):
         return "there is nothing to smooth: an empty batch or sequence"
     if task.batch * task.heads > 65535:
