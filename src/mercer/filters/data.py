@@ -25,9 +25,7 @@ class Padding(Filter):
         table = torch.as_tensor(lengths)
         whole = not table.is_floating_point() and table.dtype != torch.bool
         if table.dim() != 1 or not whole:
-            raise ValueError(
-                f"lengths must be whole numbers, one per sequence [B], got {lengths}"
-            )
+            raise ValueError(f"lengths must be whole numbers, one per sequence [B], got {lengths}")
         object.__setattr__(self, "lengths", table)
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
@@ -59,7 +57,7 @@ class Padding(Filter):
         shortest, longest = self.extremes
         if longest > num_keys or shortest < 0:
             raise ValueError(
-                f"lengths must be from 0 to {num_keys}, the number of keys, "
+                f"lengths must be from 0 to the {num_keys} keys of the call, "
                 f"but reach from {shortest} to {longest}"
             )
 

@@ -28,8 +28,7 @@ class Window(Filter):
         for name in ("left", "right"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < -1:
                 raise ValueError(
-                    f"{name} must be a whole number >= 0, or -1 for open, "
-                    f"got {getattr(self, name)}"
+                    f"{name} must be a whole number >= 0, or -1 for open, got {getattr(self, name)}"
                 )
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:

@@ -272,8 +272,7 @@ def read_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
     s = torch.as_tensor(bandwidth).detach().to(torch.get_default_dtype()).clone()
     if s.dim() > 1 or not bool((s.isfinite() & (s > 0)).all()):
         raise ValueError(
-            f"bandwidth must be positive and finite, one number or one per head, "
-            f"got {bandwidth}"
+            f"bandwidth must be positive and finite, one number or one per head, got {bandwidth}"
         )
     if heads is not None and s.dim() and s.numel() != heads:
         raise ValueError(f"bandwidth has {s.numel()} numbers for {heads} heads")

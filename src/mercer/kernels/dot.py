@@ -105,8 +105,7 @@ class Polynomial(Kernel):
         super().__init__()
         if not isinstance(degree, int) or degree < 2 or degree % 2:
             raise ValueError(
-                f"degree must be an even number >= 2, got {degree}: "
-                "an odd power can be negative"
+                f"degree must be an even number >= 2, got {degree}: an odd power can be negative"
             )
         self.degree = degree
         self.on = on

@@ -127,9 +127,7 @@ class RelativeSinusoid(Positional):
         if weight is None:
             self.register_parameter("weight", None)
         elif weight.dim() != 3 or weight.shape[-1] % 2:
-            raise ValueError(
-                f"weight must be [H, D, P] with an even P, got {list(weight.shape)}"
-            )
+            raise ValueError(f"weight must be [H, D, P] with an even P, got {list(weight.shape)}")
         else:
             self.keep("weight", weight)
 
@@ -251,9 +249,7 @@ class Buckets(Positional):
             )
         one_way = table.shape[0] // 2 if bidirectional else table.shape[0]
         if max_distance <= one_way // 2:
-            raise ValueError(
-                f"max_distance must be more than {one_way // 2}, got {max_distance}"
-            )
+            raise ValueError(f"max_distance must be more than {one_way // 2}, got {max_distance}")
         self.keep("table", table)
         self.max_distance = max_distance
         self.bidirectional = bidirectional
