@@ -208,7 +208,7 @@ class KernelAttention(nn.Module):
     def _ids(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
         if token_ids is None:
             what = "token kernels" if self.has_token_kernels else "value embeddings"
-            raise ValueError(f"this layer has {what} and needs token_ids [B, T], but none were given")
+            raise ValueError(f"this layer has {what} and needs token_ids [B, T], got None")
         if self.tokens is not None and self.has_token_kernels:
             self.tokens.check(token_ids)
         if x.dim() == 3 and token_ids.shape != x.shape[:2]:

@@ -21,8 +21,8 @@ class Cache:
     def __init__(self) -> None:
         self._keys: dict[str, Growing] = {}
         self._values: Growing | None = None
-        # Token kernels mix a key with later ones. So the cache holds the unmixed keys and their ids,
-        # and the mixed keys that later keys cannot change.
+        # Token kernels mix a key with later ones. So the cache holds the unmixed keys and their
+        # ids, and the mixed keys that later keys cannot change.
         self._token_ids: Growing | None = None  # [B, K]
         self.convolved = Convolved()
         self.start = 0

@@ -62,15 +62,11 @@ def check_inputs(
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise ValueError(f"x must be [B, T, {d_model}], got {list(x.shape)}")
     if context is not None and (context.dim() != 3 or context.shape[-1] != context_dim):
-        raise ValueError(
-            f"context must be [B, T, {context_dim}], got {list(context.shape)}"
-        )
+        raise ValueError(f"context must be [B, T, {context_dim}], got {list(context.shape)}")
     if context is None and context_dim != d_model:
         raise ValueError(f"this module attends to a context of width {context_dim}; none was given")
     if cache is not None and not isinstance(cache, Cache | SegmentMemory):
-        raise ValueError(
-            f"cache must be a Cache or a SegmentMemory, got {type(cache).__name__}"
-        )
+        raise ValueError(f"cache must be a Cache or a SegmentMemory, got {type(cache).__name__}")
 
 
 def check_steps(kernel: Kernel, filter: Filter) -> None:

@@ -40,7 +40,8 @@ ADAPTIVE_REACH = 2.0
 class GaussianAttention(nn.Module):
     """out_i = sum_j w_ij x_j / sum_j w_ij, w_ij = exp(-|x_i - x_j|^2 / 2 s_h^2), then projected.
 
-    The heads are slices of x. x should be normalised, as it is in a pre-norm block. Parameters: `log_bandwidth` [H] and `out.weight`.
+    The heads are slices of x. x should be normalised, as it is in a pre-norm block. Parameters:
+    `log_bandwidth` [H] and `out.weight`.
 
     Args:
         d_model, num_heads: the width of x and the number of heads, which divides it.

@@ -149,7 +149,7 @@ class RelativeSinusoid(Position):
 
 
 class ProductKernel(Position):
-    """k_F(f_q W_F, f_k W_F) k_T(t_q W_T, t_k W_T) (Eq. 9); if not symmetric, W_T is two matrices."""
+    """k_F(f_q W_F, f_k W_F) k_T(t_q W_T, t_k W_T) (Eq. 9); not symmetric: two matrices W_T."""
 
     def __init__(
         self,

@@ -14,9 +14,7 @@ def layer_windows(
     whatever the pattern says, as in nanochat.
     """
     if not pattern or set(pattern.upper()) - {"S", "L"}:
-        raise ValueError(
-            f"pattern must be made of S and L, such as 'SSSL', got {pattern!r}"
-        )
+        raise ValueError(f"pattern must be made of S and L, such as 'SSSL', got {pattern!r}")
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
     kinds: dict[str, Filter] = {
