@@ -1,9 +1,8 @@
 """Adaptive input and softmax: rare tokens have narrower vectors.
 
-The vocabulary is cut at `cutoffs`; part n has vectors of width d / div^n,
-and a projection to d where that is another width.
-Token ids must be sorted by frequency, the most frequent first. The first softmax
-is over the tokens of the first part and one entry for each other part: log p(token) = log p(part) + log p(token | part).
+The vocabulary is cut at `cutoffs`. Part n has vectors of width d / div^n, projected to d. Token ids
+must be sorted by frequency, the most frequent first. The first softmax is over the tokens of the
+first part and one entry for each other part: log p(token) = log p(part) + log p(token | part).
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class KernelModel(PreTrainedModel):
             self.__dict__["read_out"] = torch.compile(own, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        # nn.Module copies are not compiled.
+        # A copy is not compiled, as with nn.Module.compile.
         return {name: x for name, x in super().__getstate__().items() if name != "read_out"}
 
     @property
@@ -201,7 +201,7 @@ def keep_last(x: Tensor, keep: int | Tensor) -> Tensor:
 def embed_places(
     position: Learned | Sinusoid | None, x: Tensor, before: int, offset: Tensor | None
 ) -> Tensor:
-    """x plus the embeddings of its places, counted from `before`, or from the end of the padding."""
+    """x plus the embeddings of its places, counted from `before`, or from the padding's end."""
     if position is None:
         return x
     places = torch.arange(before, before + x.shape[1], device=x.device)
@@ -214,9 +214,7 @@ def embed_places(
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
     """Raise ValueError for ids outside the vocabulary."""
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"{name} must be whole numbers [B, T], got {ids.dtype} {list(ids.shape)}"
-        )
+        raise ValueError(f"{name} must be whole numbers [B, T], got {ids.dtype} {list(ids.shape)}")
     # Reading the data would synchronise with the GPU.
     if is_known(ids) and ids.is_cpu and ids.numel():
         low, high = int(ids.min()), int(ids.max())

@@ -131,9 +131,7 @@ def check_block(norm: object, activation: object) -> None:
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
 def norm_of(x: Tensor) -> Tensor:

@@ -72,8 +72,7 @@ def token_kernels(layers: Sequence[Parts], vocab_size: int) -> TokenKernels | No
         asked = parts.system_options.get("vocab_size", vocab_size)
         if asked != vocab_size:
             raise ValueError(
-                f"vocab_size of {parts.system} must be the model's {vocab_size}, "
-                f"got {asked}"
+                f"vocab_size of {parts.system} must be the model's {vocab_size}, got {asked}"
             )
     return TokenKernels(vocab_size, **(each[0].tokens or {}))
 

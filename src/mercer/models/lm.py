@@ -149,7 +149,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         memory: Sequence[SegmentMemory] | None,
         keep: bool,
     ) -> list[Tensor]:
-        """The states after the last block, [B, T, d_model], and those of all layers if wanted."""
+        """The states after the last block, [B, T, d_model]; with `keep`, after all earlier ones."""
         before = self._seen(cache, memory)
         batch, new = input_ids.shape
         self.check_length(before + new)
@@ -206,9 +206,13 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
                 f"got {len(memory)}"
             )
         if mask is not None and not bool(mask.all()):
-            raise ValueError("a memory needs segments without padding, but an attention_mask was given")
+            raise ValueError(
+                "a memory needs segments without padding, but an attention_mask was given"
+            )
         if self.training and self.is_gradient_checkpointing:
-            raise ValueError("gradient checkpointing runs a block twice, which would update a memory twice")
+            raise ValueError(
+                "gradient checkpointing runs a block twice, which would update a memory twice"
+            )
 
     @staticmethod
     def _seen(cache: KernelCache | None, memory: Sequence[SegmentMemory] | None) -> int:

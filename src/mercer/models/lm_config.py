@@ -40,8 +40,8 @@ class KernelLMConfig(KernelConfig):
         dropout, attention_dropout, activation_dropout: after each sub-layer, of attention weights,
             inside the feed-forward net.
         initializer_range: the standard deviation of all weights; None: 1 / sqrt(their inputs).
-        residual_start: the last projection of a residual branch: "scaled" by 1 / sqrt(2 num_layers), "zero" or "plain".
-        backend: as in `mercer.smooth`.
+        residual_start: the last projection of a residual branch: "scaled" by 1 / sqrt(2
+        num_layers), "zero" or "plain". backend: as in `mercer.smooth`.
     """
 
     model_type = "mercer-lm"

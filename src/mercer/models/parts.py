@@ -1,8 +1,8 @@
 """The attention of a layer, from the words of a config.
 
-Requirements: any system or any four parts; in a decoder (always causal), an encoder (sees all unless
-a filter is given) or cross-attention; one TokenKernels object for a whole model; construction on
-the meta device, as transformers does when it loads a model.
+Requirements: any system or any four parts; in a decoder (always causal), an encoder (sees all
+unless a filter is given) or cross-attention; one TokenKernels object for a whole model;
+construction on the meta device, as transformers does when it loads a model.
 """
 
 from __future__ import annotations
@@ -150,14 +150,10 @@ def _gaussian(name: str, options: dict[str, Any], place: Place) -> Attention:
     if isinstance(position, Rotary):
         options["rotary"] = position
     elif position is not None and not isinstance(position, NoPosition):
-        raise ValueError(
-            f"the position of {name} must be Rotary() or NoPosition(), got {position}"
-        )
+        raise ValueError(f"the position of {name} must be Rotary() or NoPosition(), got {position}")
     for part in ("kernel", "value"):
         if part in options:
-            raise ValueError(
-                f"{name} has its own {part}: leave it out, or name another system"
-            )
+            raise ValueError(f"{name} has its own {part}: leave it out, or name another system")
     if isinstance(options.get("rotary"), int | float) and options["rotary"] is not True:
         options["rotary"] = Rotary(options["rotary"]) if options["rotary"] else False
     options = {"normalize": not place.normalized} | options
@@ -181,7 +177,7 @@ def _kernel_attention(parts: Parts, options: dict[str, Any], place: Place) -> At
             options["position"] = bare
             options.setdefault("value", "content")
     if isinstance(position, NoPosition):
-        # vaswani2017 and the like add positions to the features already.
+        # NoPosition has no embedding to add to the values, also where the system adds one.
         options.setdefault("value", "content")
     if name is None:
         layer = _checked(KernelAttention, "the layer", place, options)
@@ -240,7 +236,8 @@ def _checked(builder: Any, name: str, place: Place, options: dict[str, Any]) -> 
         known = [n for n in inspect.signature(KernelAttention).parameters if n != "self"]
         unknown = str(error).split("argument")[-1].strip().strip("'")
         raise ValueError(
-            f"{name} takes no option {unknown!r}; besides the system's options it takes: {', '.join(known[2:])}"
+            f"{name} takes no option {unknown!r}; besides the system's options it takes: "
+            f"{', '.join(known[2:])}"
         ) from None
     return layer
 
@@ -256,7 +253,7 @@ def _filter(own: Filter, parts: Parts, place: Place) -> Filter:
 def _check_cross(layer: Attention) -> None:
     if layer.joined_kernel.relative:
         raise ValueError(
-            "cross-attention cannot count i - j step by step, got "
+            "cross-attention cannot decode a kernel of i - j step by step, got "
             f"{layer.joined_kernel}; use NoPosition, DirectSum or ProductKernel, and a kernel of "
             "the features alone"
         )

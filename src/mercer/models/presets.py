@@ -148,7 +148,7 @@ def lm(
         if systems.is_gaussian(system):
             fields |= {"normalize": False, "value_embeddings": False}
     elif depth != 20:
-        raise ValueError(f"depth is a knob of nano, got {name!r}: use num_layers")
+        raise ValueError(f"depth is for the preset nano, not for {name!r}: use num_layers")
     if adaptive:
         size = fields["vocab_size"] if vocab_size is None else vocab_size
         fields["div"] = 1

@@ -19,8 +19,8 @@ from .vit_config import KernelViTConfig
 class KernelViT(KernelModel):
     """Logits of the classes of an image.
 
-    With `pooling="class"` a learned token stands before the patches and is read at the end. `Grid2D`
-    gives it position 0 in height and width. With "mean", the mean of the patches is read.
+    With `pooling="class"` a learned token stands before the patches and is read at the end.
+    `Grid2D` gives it position 0 in height and width. With "mean", the mean of the patches is read.
     """
 
     config: KernelViTConfig

@@ -90,9 +90,7 @@ class KernelViTConfig(KernelConfig):
         super().__init__(**kwargs)
         for parts in self.layer_parts():
             if parts.tokens is not None:
-                raise ValueError(
-                    f"{parts.system} has token kernels, but an image has no token ids"
-                )
+                raise ValueError(f"{parts.system} has token kernels, but an image has no token ids")
 
     @property
     def side(self) -> int:
