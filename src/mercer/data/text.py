@@ -68,11 +68,11 @@ class TextData:
         return found
 
     def blocks(self, split: str, length: int) -> Blocks:
-        """Blocks one after the other, `labels` equal to `input_ids`; a shorter rest is left out."""
+        """Consecutive blocks, `labels` equal to `input_ids`; a shorter last block is left out."""
         return Blocks(self.split(split), length)
 
     def windows(self, split: str, length: int, stride: int | None = None) -> Windows:
-        """Overlapping windows in which every token but the first of the split is a label once."""
+        """Overlapping windows; every token but the first of the split is a label exactly once."""
         return Windows(self.split(split), length, length // 2 if stride is None else stride)
 
     def batches(self, split: str, length: int, size: int, *, epoch: int = 0) -> Iterator[Item]:
@@ -90,8 +90,7 @@ class Blocks(Dataset[Item]):
     def __init__(self, file: TokenFile, length: int) -> None:
         if not 1 < length <= len(file):
             raise ValueError(
-                f"length must be between 2 and the {len(file)} tokens of the split, "
-                f"got {length}"
+                f"length must be between 2 and the {len(file)} tokens of the split, got {length}"
             )
         self.file = file
         self.length = length
@@ -106,9 +105,9 @@ class Blocks(Dataset[Item]):
 
 
 class Windows(Dataset[Item]):
-    """Item n begins at n * stride; labels are -100 where an earlier window had them.
+    """Item n begins at n * stride; labels are -100 for tokens that an earlier window predicts.
 
-    The last window begins earlier than that, so that all are of one length.
+    The last window begins earlier, so that all have one length.
     """
 
     def __init__(self, file: TokenFile, length: int, stride: int) -> None:
@@ -154,7 +153,7 @@ def text(
         column: the column of a table or of a dataset on the hub; "text" by default.
         cache_dir: where tokens are kept; the platform's folder for caches by default.
         seed: the order of `batches`; the splits do not depend on it.
-        on_progress: called with what is being done and how much of it is, from 0 to 1.
+        on_progress: called with the name of a task and its progress from 0 to 1.
     """
     folder = cache.choose_folder(cache_dir)
     corpus = _find_corpus(source, column, folder)
