@@ -19,7 +19,7 @@ class Features:
         for name, part in parts.items():
             _check_part(name, part)
         lengths = [part.shape[2] for part in parts.values()]
-        # No set of them: what is put into a set is a constant of a compiled graph.
+        # Not a set: torch.compile makes constants of numbers in a set.
         if any(length != lengths[0] for length in lengths):
             found = dict(zip(parts, lengths, strict=True))
             raise ValueError(f"the parts of Features must have one length, got {found}")
@@ -57,7 +57,7 @@ class Features:
         return max(part.shape[1] for part in self.tensors())
 
     def repeat_heads(self, heads: int) -> Features:
-        """Grouped heads written out."""
+        """All heads, with grouped ones repeated."""
         parts = {n: repeat(x, x.shape[0], heads) for n, x in self._parts.items()}
         return Features(**parts)
 
