@@ -197,7 +197,7 @@ def test_keys_may_have_fewer_heads(decode):
     assert heads == [4, 4, 2, 2, 2]
     for row in measure.measure(given):
         assert row.shape == str(made)
-        alone = "it needs as many heads of keys as of queries"
+        alone = "it needs as many key heads as query heads"
         assert row.problem == (f"refuses: {alone}" if "eager" in row.name else None), row
 
 
@@ -356,8 +356,8 @@ def test_memory_that_is_not_there_is_not_asked_for():
     [
         (["--shapes", "1x2x64"], "--shapes must be BxHxTxD"),
         (["--shapes", "1x2x0x8"], "at least 1"),
-        (["--shapes", "1x4/3x64x8"], "heads of keys that divide those of queries"),
-        (["--shapes", "1x4/x64x8"], "or BxH/KxTxD with K heads of keys"),
+        (["--shapes", "1x4/3x64x8"], "a number of key heads that divides the query heads"),
+        (["--shapes", "1x4/x64x8"], "or BxH/KxTxD with K key heads"),
         (["--shapes", "1x4/x/64x8"], "--shapes must be BxHxTxD"),
         (["--dtype", "int8"], "--dtype must be one of"),
         (["--kernels", "rbf,magic"], "--kernels must be among all, softmax"),

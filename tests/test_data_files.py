@@ -20,7 +20,7 @@ TEXT = "".join(f"line {n} of a small text, ünïcode\n" for n in range(400))
 
 
 def pack(path, content, member="a/text.txt"):
-    """Write bytes in the way that the name says."""
+    """Write bytes, packed as the name's suffix says."""
     name = path.name
     if name.endswith(".zip"):
         with zipfile.ZipFile(path, "w") as archive:
@@ -182,7 +182,7 @@ def test_archives_without_text(tmp_path):
         data.text(tmp_path / "empty", cache_dir=tmp_path / "cache")
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "valid.txt").write_text("x")
-    with pytest.raises(data.DataError, match="none whose name says train"):
+    with pytest.raises(data.DataError, match="none with train in its name"):
         data.text(tmp_path / "half", cache_dir=tmp_path / "cache")
 
 

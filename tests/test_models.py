@@ -331,7 +331,7 @@ CONFIG_ERRORS = {
 }
 MODEL_ERRORS = {
     "the layer takes no option 'rotary'": {"system_options": {"rotary": True}},
-    "kundu2026 has a kernel of its own": {"system": "kundu2026", "kernel": "RBF()"},
+    "kundu2026 has its own kernel": {"system": "kundu2026", "kernel": "RBF()"},
     r"position of kundu2026 must be Rotary\(\) or NoPosition\(\)": {
         "system": "kundu2026", "position": "alibi"
     },
@@ -404,7 +404,7 @@ def test_presets():
     assert composed.position is None
     with pytest.raises(ValueError, match="no language model preset 'huge'; there are: xl-base"):
         presets.lm("huge")
-    with pytest.raises(ValueError, match="depth is a knob of nano"):
+    with pytest.raises(ValueError, match="depth is for the preset nano"):
         presets.lm("tiny", depth=3)
     with pytest.raises(ValueError, match="depth must be a whole number"):
         presets.lm("nano", depth=0)

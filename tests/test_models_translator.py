@@ -132,7 +132,7 @@ def test_gradient_checkpointing_changes_nothing():
 
 
 ERRORS = {
-    "cross-attention cannot count i - j step by step": {"cross_attention": {"position": "alibi"}},
+    "cross-attention cannot decode a kernel of i - j": {"cross_attention": {"position": "alibi"}},
     "kundu2026 has no cross-attention": {"cross_attention": {"system": "kundu2026"}},
     "token kernels are for self-attention": {"cross_attention": {"system": "leng2026"}},
     "encoder has no part 'kernels'": {"encoder_attention": {"kernels": "RBF()"}},

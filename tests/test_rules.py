@@ -50,8 +50,8 @@ def test_the_file_is_valid_and_written_as_we_write_it():
     ("change", "message"),
     [
         (lambda raw: raw.pop("cuda"), "must have the families"),
-        (lambda raw: raw["cpu"].pop(), "last rule of cpu must fit always"),
-        (lambda raw: raw["cpu"].clear(), "last rule of cpu must fit always"),
+        (lambda raw: raw["cpu"].pop(), "last rule of cpu must have no conditions"),
+        (lambda raw: raw["cpu"].clear(), "last rule of cpu must have no conditions"),
         (lambda raw: raw["cpu"][0].update(kind="magic"), "kind must be one of"),
         (lambda raw: raw["cpu"][0].update(backends=["magic"]), "backends must be among"),
         (lambda raw: raw["cpu"][0].update(backends=[]), "backends must be among"),

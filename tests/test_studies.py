@@ -313,8 +313,8 @@ def test_the_key_holds_all_that_decides():
     [
         (lambda: Study(systems=[]), "systems must be a list"),
         (lambda: Study(systems="vaswani2017"), "systems must be a list"),
-        (lambda: Study(systems=["bert"]), "'bert' must say its system or its kernel.*vaswani2017"),
-        (lambda: Study(systems=["dai2019", "dai2019"]), "'dai2019' comes twice"),
+        (lambda: Study(systems=["bert"]), "'bert' must set system or kernel.*vaswani2017"),
+        (lambda: Study(systems=["dai2019", "dai2019"]), "'dai2019' occurs twice"),
         (lambda: Study(systems=["dai2019"], task="chess"), "task must be one of lm, translation"),
         (lambda: Study(systems=["dai2019"], seeds=[]), "seeds must be different numbers"),
         (lambda: Study(systems=["dai2019"], seeds=[1, 1]), "seeds must be different numbers"),

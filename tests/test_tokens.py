@@ -342,7 +342,7 @@ def test_arguments_that_do_not_fit_are_named(call, message):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (None, r"has token kernels and needs token_ids \[B, T\]; none came"),
+        (None, r"has token kernels and needs token_ids \[B, T\], got None"),
         (torch.tensor([[1, VOCAB, 2]]), f"token id {VOCAB} is outside the vocabulary of {VOCAB}"),
         (torch.tensor([[1, -1, 2]]), "token id -1 is outside the vocabulary"),
         (torch.tensor([1, 2, 3]), r"token_ids must be \[B, T\], got \[3\]"),

@@ -92,7 +92,7 @@ def test_there_must_be_a_run_to_go_on_with(invoke):
         (["--kernel", "__import__('os')"], "__import__"),
         (["--time", "soon"], "time must be such as 90s"),
         (["--option", "memory"], "an option must be NAME=VALUE"),
-        (["--resume"], "--resume needs the folder of the run"),
+        (["--resume"], "--resume needs --output, the folder of the run"),
         (["--data", "no/such/file.txt"], "no/such/file.txt"),
         (["--fsdp"], "fsdp needs several processes: torchrun"),
         (["--steps", "0"], "steps must be a whole number from 1 on"),
@@ -148,4 +148,4 @@ def test_a_full_gpu_is_said_in_one_sentence(invoke, monkeypatch):
     monkeypatch.setattr(train, "run", fails)
     done = invoke("lm", *SMALL)
     assert done.exit_code == 1
-    assert "the GPU has no room for this: take more --accumulate" in done.output
+    assert "the GPU is out of memory: use more --accumulate" in done.output

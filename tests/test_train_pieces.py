@@ -32,7 +32,7 @@ from mercer.train.state import capture_random, kept_random, restore_random, seed
         ({"time": 60.0, "warmup": 10.0}, "warmup must be from 0 to 1"),
         ({"seed": -1}, "seed must be a whole number from 0 on"),
         ({"batch": 6, "accumulate": 4}, "batch must be a multiple of accumulate"),
-        ({"resume": True}, "resume needs the folder of the run"),
+        ({"resume": True}, "resume needs output, the folder of the run"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(given, message):

@@ -32,7 +32,7 @@ WATCH = ["--log-every", "1", "--eval-every", "8", "--save-every", "3", "--eval-i
 
 
 def command(arguments, log, pause, limit):
-    """The command in a process of its own, each step a bit slower than it would be."""
+    """The command in another process, with slower steps."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

@@ -115,5 +115,5 @@ def test_a_configuration_is_checked(log_mass, monkeypatch):
 def test_other_bits_are_noticed(monkeypatch):
     draws = iter(range(100))
     changed(monkeypatch, lambda x: x + 1e-6 * next(draws))
-    with pytest.raises(AssertionError, match="other bits"):
+    with pytest.raises(AssertionError, match="differs in bits"):
         matrix.check(**CALL)
