@@ -29,7 +29,7 @@ def test_empty_and_tiny_inputs(backend, batch, queries, keys):
     q = random(batch, 2, queries, 4).requires_grad_()
     k, v = random(batch, 2, keys, 4), random(batch, 2, keys, 3)
     if backend == "sdpa" and 0 in (batch, queries, keys):
-        with pytest.raises(ValueError, match="empty batch or sequence"):
+        with pytest.raises(ValueError, match="the batch or the sequence is empty"):
             mc.smooth(mc.RBF(), q, k, v, backend=backend)
         backend = "auto"
     kernel = mc.RBF().to(DEVICE)

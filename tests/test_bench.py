@@ -347,7 +347,7 @@ def test_an_error_stays_in_its_row(monkeypatch, error, said):
 
 def test_memory_that_is_not_there_is_not_asked_for():
     refuse_to_swap(1000)
-    with pytest.raises(ValueError, match="GiB in all"):
+    with pytest.raises(ValueError, match="GiB, but this machine has"):
         refuse_to_swap(2**60)
 
 
@@ -365,7 +365,7 @@ def test_memory_that_is_not_there_is_not_asked_for():
         (["--peers", "magic"], "--peers must be among"),
         (["--filter", "magic"], "--filter must be full, causal"),
         (["--filter", "window"], "--filter must be full, causal"),
-        (["--filter", "window:many"], "must have whole numbers"),
+        (["--filter", "window:many"], "needs whole numbers"),
         (["--filter", "strided:0"], "stride must be a whole number >= 1"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--device", "abacus"], "--device 'abacus' cannot be used"),

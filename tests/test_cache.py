@@ -229,7 +229,7 @@ def test_an_empty_cache_has_no_keys_and_values():
 def test_a_cache_refuses_another_batch():
     a, cache = make(), mn.Cache()
     a(draw(batch=3), cache=cache)
-    with pytest.raises(ValueError, match="holds 3 sequences, but 2 came"):
+    with pytest.raises(ValueError, match="holds 3 sequences, got 2"):
         a(draw(1), cache=cache)
 
 
@@ -352,7 +352,7 @@ def test_a_segment_memory_refuses_what_does_not_fit():
         mn.SegmentMemory(-1)
     a, memory = make(), mn.SegmentMemory(4)
     a(draw(batch=3), cache=memory)
-    with pytest.raises(ValueError, match="holds 3 sequences, but 2 came"):
+    with pytest.raises(ValueError, match="holds 3 sequences, got 2"):
         a(draw(1), cache=memory)
 
 

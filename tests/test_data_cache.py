@@ -80,7 +80,7 @@ def test_damage_is_noticed_and_mended(kind, tmp_path, caplog):
     damage(path, kind)
     found = load(path)
     assert np.array_equal(found.array[1000:], np.arange(500))
-    assert "built again" in caplog.text
+    assert "rebuilt" in caplog.text
     load(path, refuse)
 
 

@@ -194,7 +194,7 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(source, tmp_path):
 
 def test_no_source_is_not_the_folder_one_stands_in(tmp_path):
     for read in (data.text, data.pairs, data.images):
-        with pytest.raises(data.DataError, match="must be named"):
+        with pytest.raises(data.DataError, match="source must not be empty"):
             read("", cache_dir=tmp_path)
 
 

@@ -73,7 +73,7 @@ def test_every_refusal_has_its_reason():
     }
     assert "s^2 is not the identity" in reasons["link"]
     assert "dense [Q, K] bias" in reasons["table"]
-    assert "drops weights" in reasons["dropout"]
+    assert "supports dropout only" in reasons["dropout"]
     assert "empty" in reasons["empty"]
     half = X.bfloat16()
     blurred = mc.explain(mc.RBF(), half, half, half).refusals["sdpa"]

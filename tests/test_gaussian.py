@@ -578,7 +578,7 @@ def test_the_report_of_a_model_wants_whole_sequences_and_some_gaussian_attention
         mn.gaussian_report(torch.nn.Linear(2, 2), torch.zeros(1, 2))
     model, x, cache = Block(None), draw(dtype=torch.float32), mn.Cache()
     model(x[:, :4], cache=cache)
-    with pytest.raises(ValueError, match="call the model with no cache"):
+    with pytest.raises(ValueError, match="call the model without a cache"):
         mn.gaussian_report(model, x[:, 4:], cache=cache)
     assert not model.attention._forward_pre_hooks
     (head,) = mn.gaussian_report(mn.GaussianAttention(WIDTH, 1), x=x)
@@ -634,5 +634,5 @@ def test_a_bad_filter_or_cache_of_the_call_raises():
         a(x, filter=mc.Padding([1, 2, 3]))
     cache = mn.Cache()
     a(x, cache=cache)
-    with pytest.raises(ValueError, match="holds 2 sequences, but 1 came"):
+    with pytest.raises(ValueError, match="holds 2 sequences, got 1"):
         a(x[:1], cache=cache)

@@ -341,7 +341,7 @@ MODEL_ERRORS = {
     },
     "bandwidths for 3 heads": {"kernel": "RBF(heads=3)"},
     "reads part 'relative'": {"kernel": "Exponential(on='relative')"},
-    "needs an image": {"kernel": "Exponential(on='height')"},
+    "are for images": {"kernel": "Exponential(on='height')"},
     "pattern must be made of S and L": {"windows": "SXL"},
     "their options must be the same": {
         "system": "leng2026", "system_options": [{"size": 3}, {"size": 5}]
@@ -371,7 +371,7 @@ def test_inputs_that_do_not_fit():
         model(torch.full((1, 3), 40))
     with pytest.raises(ValueError, match=r"input_ids must be whole numbers \[B, T\]"):
         model(torch.rand(1, 3))
-    with pytest.raises(ValueError, match="positions know 32 places, but 33 came"):
+    with pytest.raises(ValueError, match="positions have 32 places, got 33"):
         model(draw(1, 33))
     with pytest.raises(ValueError, match=r"attention_mask must be \[2, 11\]"):
         model(ids, attention_mask=torch.ones(2, 10))

@@ -103,7 +103,7 @@ def test_it_says_what_is_wrong():
         KernelViTConfig(**(SIZES | {"patch_size": 3}))
     with pytest.raises(ValueError, match="pooling must be 'class' or 'mean'"):
         KernelViTConfig(**(SIZES | {"pooling": "max"}))
-    with pytest.raises(ValueError, match="an image has no tokens"):
+    with pytest.raises(ValueError, match="an image has no token ids"):
         KernelViTConfig(**(SIZES | {"system": "leng2026"}))
     with pytest.raises(ValueError, match="no vision preset 'vit-huge'; there are: deit-tiny"):
         presets.vit("vit-huge")

@@ -441,7 +441,7 @@ def test_positions_of_cross_attention_count_from_the_first_query_and_key():
 def test_a_place_beyond_the_last_raises(position):
     attention = make(position)
     assert attention(draw(5)).shape == (BATCH, 5, WIDTH)
-    with pytest.raises(ValueError, match=r"(5|2 \+ 3) places, but place 5 came"):
+    with pytest.raises(ValueError, match=r"(5|2 \+ 3) places, got place 5"):
         attention(draw(6))
 
 

@@ -318,7 +318,10 @@ def test_the_key_holds_all_that_decides():
         (lambda: Study(systems=["dai2019"], task="chess"), "task must be one of lm, translation"),
         (lambda: Study(systems=["dai2019"], seeds=[]), "seeds must be different numbers"),
         (lambda: Study(systems=["dai2019"], seeds=[1, 1]), "seeds must be different numbers"),
-        (lambda: Study(systems=["dai2019"], budget={"kernel": "x"}), "the budget sets 'kernel'"),
+        (
+            lambda: Study(systems=["dai2019"], budget={"kernel": "x"}),
+            "the budget must not set 'kernel'",
+        ),
         (lambda: Study(systems=["dai2019"], budget={"step": 3}).jobs(), "did you mean 'steps'"),
         (lambda: Study(systems=["dai2019"], budget={"steps": 0}).jobs(), "dai2019: steps must be"),
         (lambda: Variant("a", steps=3), "sets 'steps', but systems may differ in"),

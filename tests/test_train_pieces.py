@@ -132,7 +132,10 @@ def test_checkpoints_keep_the_last_few(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "word"),
     [
-        (lambda p: (p / "model.bin").write_text("weight5"), "the content of model.bin"),
+        (
+            lambda p: (p / "model.bin").write_text("weight5"),
+            "model.bin does not match its checksum",
+        ),
         (lambda p: (p / "model.bin").write_text("short"), "model.bin has 5 bytes, not 7"),
         (lambda p: (p / "model.bin").unlink(), "model.bin is missing"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
@@ -153,7 +156,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(spoil, word, t
     assert all(examine(path) is None for path in store.steps())
     for path in store.steps():
         spoil(path)
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged"):
         store.latest(said.append)
 
 

@@ -236,7 +236,7 @@ def leng2026(
     builder = find(base).builder
     if is_gaussian(base) or has_token_kernels(base):
         raise ValueError(
-            f"the base of leng2026 must be a system with key and value projections, not {base!r}"
+            f"the base of leng2026 must be another system with projections, not {base!r}"
         )
     tokens = TokenKernels(vocab_size) if tokens is None else tokens
     attention = builder(d_model, num_heads, tokens=tokens, **options)

@@ -83,7 +83,7 @@ SaveEvery = Annotated[int | None, _option(FILES, "Steps between checkpoints.", "
 Keep = Annotated[int | None, _option(FILES, "How many checkpoints are kept.")]
 EvaluateBy = Annotated[
     str | None,
-    _option(FILES, "blocks, windows (sliding) or memory (of segments).", "--evaluate-by"),
+    _option(FILES, "Context of evaluation: `blocks`, `sliding` or `memory`.", "--evaluate-by"),
 ]
 EvalItems = Annotated[
     int | None,

@@ -157,7 +157,9 @@ class Study:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-                raise ValueError(f"the budget sets {name!r}, which training does not know; {hint}")
+                raise ValueError(
+                    f"the budget sets {name!r}, which is not a setting of training; {hint}"
+                )
         chosen = {"task": self.task, **self.budget, **variant.parts, "seed": seed}
         # Config fields of the budget and of the variant are merged.
         both = [source.get("overrides", {}) for source in (self.budget, variant.parts)]
