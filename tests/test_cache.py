@@ -136,7 +136,7 @@ def test_relative_positions_in_cached_cross_attention_raise(position):
 
 
 def test_a_relative_kernel_in_cached_cross_attention_raises_too():
-    """Whoever brings the kernel of i - j, its pieces would not equal the full pass."""
+    """Also if the kernel of i - j is in `kernel`: pieces would not equal the full pass."""
     a = make(kernel=mc.Exponential() * mc.ALiBi([0.5, 0.25]))
     with pytest.raises(ValueError, match="step by step"):
         a(draw(1), draw(6), cache=mn.Cache())

@@ -1,4 +1,4 @@
-"""Files in place: every packing reads the same, and what is wrong is said with file and line."""
+"""Files in place: every packing reads the same, and errors name file and line."""
 
 import gzip
 import io
@@ -54,7 +54,7 @@ def test_every_packing_reads_the_same(name, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.name == "text.txt"]
 
 
-def test_a_name_in_an_archive_is_never_a_place_on_disk(tmp_path):
+def test_names_in_an_archive_are_never_paths_on_disk(tmp_path):
     path = tmp_path / "inner" / "a.tar.xz"
     path.parent.mkdir()
     pack(path, TEXT.encode(), "../../evil.txt")
@@ -192,7 +192,7 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(source, tmp_path):
         data.text(source, cache_dir=tmp_path)
 
 
-def test_no_source_is_not_the_folder_one_stands_in(tmp_path):
+def test_an_empty_source_is_not_the_current_folder(tmp_path):
     for read in (data.text, data.pairs, data.images):
         with pytest.raises(data.DataError, match="source must not be empty"):
             read("", cache_dir=tmp_path)

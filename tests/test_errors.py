@@ -1,4 +1,4 @@
-"""Bad input: a ValueError that says what came and what was expected."""
+"""Bad input: a ValueError that says what was expected and what was given."""
 
 import math
 
@@ -100,7 +100,7 @@ def smooth(kernel=None, q=X, k=X, v=X, **options):
         (lambda: mc.Features(content=X, position=X[:, :, :2]), "one length, got"),
     ],
 )  # fmt: skip
-def test_what_came_and_what_was_expected(call, message):
+def test_errors_say_what_was_expected_and_given(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 

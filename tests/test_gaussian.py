@@ -186,7 +186,7 @@ def test_rotary_makes_equal_tokens_differ_by_how_far_apart_they_stand():
     assert (weights[0, :, 3, 2] < 1).all()
 
 
-def test_what_steers_a_bandwidth_is_the_token_and_not_its_place():
+def test_query_bandwidths_depend_on_the_token_and_not_its_place():
     a = make("rotary, adaptive")
     x = torch.randn(1, 1, WIDTH, dtype=torch.float64).expand(1, LENGTH, WIDTH)
     log_s = a.log_scale(a.parts(x)[0])
@@ -241,7 +241,7 @@ def test_no_step_makes_a_bandwidth_collapse_or_explode(far):
     assert all(h.at_bound and "at its bound" in h.note for h in a.report(x))
 
 
-def test_the_bounds_hold_what_one_starts_with():
+def test_the_bounds_include_given_bandwidths():
     root = math.sqrt(DIM)
     assert [math.exp(b) for b in make().bounds] == pytest.approx([root / 32, root * 32])
     a = make(bandwidth=1e-3)
@@ -249,7 +249,7 @@ def test_the_bounds_hold_what_one_starts_with():
     assert [math.exp(b) for b in a.bounds] == pytest.approx([1e-3 / 16, root * 16])
 
 
-def test_past_a_bound_the_gradient_still_points_somewhere():
+def test_the_gradient_past_a_bound_is_not_zero():
     a, x = make(), draw()
     for outside in (a.bounds[0] - 1.0, a.bounds[1] + 1.0):
         with torch.no_grad():
@@ -341,7 +341,7 @@ def test_the_same_input_gives_the_same_bits(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_its_state_comes_back(options):
+def test_its_state_is_saved_and_loaded(options):
     a, b, x = make(options), make(options), draw()
     with torch.no_grad():
         a.log_bandwidth += 0.3
@@ -356,7 +356,7 @@ def test_its_state_comes_back(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_copy_has_bandwidths_of_its_own(options):
+def test_a_copy_has_its_own_bandwidths(options):
     a, x = make(options), draw()
     file = io.BytesIO()
     torch.save(a, file)
@@ -459,7 +459,7 @@ def test_a_segment_memory_shows_the_states_before(options):
     close(torch.cat(outs, 1), formula(a, x, visible, options))
 
 
-def test_the_cache_keeps_what_it_saw():
+def test_later_changes_of_x_do_not_reach_the_cache():
     a, x, cache = make(), draw(), mn.Cache()
     want = a(x)[:, 5:]
     given = x[:, :5].clone()
@@ -536,7 +536,7 @@ def test_the_report_forms_no_matrix_of_all_pairs():
     assert sizes[1] <= 2.1 * sizes[0]
 
 
-def test_a_report_prints_and_says_what_is_worth_a_look():
+def test_a_report_prints_its_notes():
     a = make(bandwidth=[0.01, 2.0, 1000.0])
     notes = [head.note for head in a.report(draw(64))]
     assert notes == ["sees itself only", "", "a plain mean"]
@@ -573,7 +573,7 @@ def test_the_report_of_a_model_has_every_layer_and_head():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_report_of_a_model_wants_whole_sequences_and_some_gaussian_attention():
+def test_the_report_of_a_model_needs_whole_sequences_and_gaussian_attention():
     with pytest.raises(ValueError, match="no GaussianAttention in Linear"):
         mn.gaussian_report(torch.nn.Linear(2, 2), torch.zeros(1, 2))
     model, x, cache = Block(None), draw(dtype=torch.float32), mn.Cache()
@@ -613,7 +613,7 @@ def test_a_report_without_a_row_that_sees_itself_raises():
     ],
     ids=str,
 )
-def test_what_does_not_fit_raises_at_once(arguments, options, message):
+def test_wrong_arguments_raise(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         mn.GaussianAttention(*arguments, **options)
 

@@ -379,7 +379,7 @@ def test_inputs_that_do_not_fit():
         model(ids, past_key_values=[1])
     with pytest.raises(ValueError, match="one entry for each of 2 layers"):
         model(ids, memory=model.new_memory(3)[:1])
-    with pytest.raises(ValueError, match="two ways to remember"):
+    with pytest.raises(ValueError, match="exclude each other"):
         model(ids, memory=model.new_memory(3), past_key_values=KernelCache(2))
     mask = torch.ones_like(ids)
     mask[0, 0] = 0

@@ -56,7 +56,7 @@ def test_every_patch_is_seen(case):
     assert all(block.attention.filter == mc.Full() for block in model.blocks)
 
 
-def test_a_filter_that_is_asked_for_stays():
+def test_a_given_filter_is_kept():
     model = make("grid", filter="Window(3, 3)")
     assert model.blocks[0].attention.filter == mc.Window(3, 3)
 

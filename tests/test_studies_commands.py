@@ -1,4 +1,4 @@
-"""The command `mercer study`, with a pretended trainer."""
+"""The command `mercer study`, with a fake trainer."""
 
 import math
 import sys
@@ -95,7 +95,7 @@ def test_a_failure_is_an_exit_code(monkeypatch):
     assert "Traceback" not in done.output
 
 
-def test_a_full_disk_is_said_in_one_line(monkeypatch):
+def test_a_full_disk_gives_a_one_line_error(monkeypatch):
     def fill(job, folder, screen):
         raise OSError(28, "No space left on device")
 
@@ -160,7 +160,7 @@ def test_quick_is_what_it_promises():
         (["typo.py"], "did you mean 'learning_rate'?"),
     ],
 )
-def test_mistakes_are_said_in_one_line(place, arguments, message):
+def test_mistakes_give_a_one_line_error(place, arguments, message):
     (place / "empty.py").write_text("")
     (place / "wrong.py").write_text("study = 3")
     (place / "broken.py").write_text("x = 1\nstudy = Study(")

@@ -358,7 +358,7 @@ def test_ids_that_do_not_fit_are_named_and_the_cache_stays_as_it_was(ids, messag
     assert cache.length == 0
 
 
-def test_ids_changed_in_place_are_looked_at_again():
+def test_ids_changed_in_place_are_checked_again():
     layer, (x, ids) = make(mn.TokenKernels(VOCAB)), draw()
     layer(x, token_ids=ids)
     ids[0, 0] = VOCAB

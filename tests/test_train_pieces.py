@@ -61,7 +61,7 @@ def test_time_is_read(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "soon", "10 apples", "-5m"])
-def test_a_time_that_is_none_is_refused(text):
+def test_a_wrong_time_is_refused(text):
     with pytest.raises(ValueError, match="time must be such as"):
         read_time(text)
 
@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_what_was_there(error, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_rename_that_never_came_leaves_nothing_to_find(tmp_path, monkeypatch):
+def test_a_crash_before_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch):
     """The process dies between the last write and the rename."""
     store = Checkpoints(tmp_path, keep=2)
     store.save(1, fill())

@@ -418,6 +418,6 @@ TAPS = torch.randn(2, 6, 1, 3)
         ({"key_taps": TAPS.to("meta")}, "key_taps must be on cpu, but is on meta"),
     ],
 )
-def test_what_came_and_what_was_expected(options, message):
+def test_errors_say_what_was_expected_and_given(options, message):
     with pytest.raises(ValueError, match=message):
         mc.vicinity(X, X, X, **options)

@@ -15,7 +15,7 @@ from mercer.kernels import Linear
 
 
 def act(do: str, number: int = 0) -> str:
-    """What a worker of these tests does."""
+    """The job of a worker in these tests."""
     if do == "abort":
         os.abort()
     if do == "hang":
@@ -83,12 +83,12 @@ def test_every_registered_kernel_and_filter_is_there():
 
 
 def parts(whole, name):
-    """What it is composed of, and itself."""
+    """The kernel or filter, and its members."""
     return [whole, *(x for part in getattr(whole, name, ()) for x in parts(part, name))]
 
 
 def changed(monkeypatch, change):
-    """What SDPA gives is not what it gave."""
+    """SDPA gives a different result in each run."""
     run = matrix.Case.run
 
     def other(self, backend, **more):
