@@ -82,6 +82,10 @@ def _slopes():
     return mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(HEADS))
 
 
+def _slopes_learned():
+    return mc.Exponential() * mc.ALiBi(torch.nn.Parameter(mc.ALiBi.standard(HEADS)))
+
+
 HOPPER, AMPERE = (90,), (80,)
 ALL = {FORWARD, QUERIES, KEYS}
 SUMS = {"hopper.before_sums", "hopper.backward_keys", "hopper.after_sums"}
@@ -116,9 +120,15 @@ CALLS = {
         _adaptive(128), set(), STORES | {"hopper.stored_to_queries"}, dim=128, on=HOPPER,
     ),
     "slopes": Call(_slopes, {"triton.split_columns"}, dim=128),
+    "slopes-learned": Call(
+        _slopes_learned, {FORWARD, QUERIES}, {"hopper.backward_keys"}, many=1, on=HOPPER,
+    ),
     "product": Call(
         _two, {FORWARD}, {"hopper.stored_to_queries", "hopper.stored_to_keys"}, {QUERIES, KEYS},
         dim=128,
+    ),
+    "two-links": Call(
+        lambda: mc.Polynomial() * mc.Laplace(8.0, on="position"), ALL, on=HOPPER,
     ),
     "two-distances": Call(lambda: mc.RBF(8.0) * mc.RBF(9.0, on="position"), ALL),
     "table": Call(_table(33), ALL | BANDS, filter=mc.Window(60, 20), on=HOPPER),

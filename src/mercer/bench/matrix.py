@@ -246,7 +246,10 @@ def _over(sums: dict[str, list[float]], rounding: float) -> list[str]:
         error, usual, size = (math.sqrt(x) for x in squares)
         budget = 2 * usual + rounding * size
         if not error <= budget:
-            said.append(f"{name} is off by {error:.2e}, more than {budget:.2e}")
+            share = f"{error / size:.1e}" if size else "infinity"
+            said.append(
+                f"{name} is off by {error:.2e}, more than {budget:.2e} (relative error {share})"
+            )
     return said
 
 

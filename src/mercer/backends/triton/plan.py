@@ -242,7 +242,7 @@ def cut_at_reach(static: Static, num_keys: int) -> list[Static]:
     near = static._replace(filter=(clause._replace(left=clip - 1),))
     if num_keys <= clip:
         return [near]
-    plain = len(static.slots) == 1 and static.slots[0].link == IDENTITY
+    plain = len(static.slots) == 1 and static.slots[0].link == IDENTITY and not static.sums_again
     if not plain or static.shape[2] <= SPLIT_QUERIES or num_keys < max(MANY_KEYS, CUT * clip):
         return [static]
     return [near, static._replace(filter=(clause._replace(gap=clip),), clip=-1)]

@@ -71,9 +71,18 @@ class Static(NamedTuple):
     def precise(self) -> bool:
         """Whether a gradient needs <dO, O> more precisely than the stored output gives it.
 
-        Gradients of scales and numbers per key do: they are small differences of large sums.
+        Gradients of scales do: they are small differences of large sums.
         """
-        return self.trains and any(slot.wants or slot.saves for slot in self.slots)
+        return self.trains and any(slot.wants for slot in self.slots)
+
+    @property
+    def sums_again(self) -> bool:
+        """Whether a gradient needs <dO, O> without the rounding of the weights in O.
+
+        Those of numbers per key do: a slope is multiplied with places up to the length. The pass over
+        queries forms sum_j P dP anew, before the pass over keys.
+        """
+        return any(slot.saves for slot in self.slots)
 
 
 def parse(text: str, sizes: list[int]) -> Static:

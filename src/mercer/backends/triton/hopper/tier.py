@@ -29,6 +29,9 @@ def forward(
 
 def way(x: Inputs, p: Plan, grad: Tensor, outcome: Outcome) -> str:
     """How gradients are formed: "sums" by `one_pass`, "stores" by `all_passes`, "" by neither."""
+    if p.static.sums_again:
+        # Only the portable pass over queries does.
+        return ""
     if eligible.sums(p, grad):
         # Asked after `sums`, which takes one clause of a filter only.
         pays = checking() is not None or eligible.pays_to_sum(p)
