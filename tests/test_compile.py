@@ -1,4 +1,4 @@
-"""Every fused kernel compiles for GPUs that need not be there, with the Triton that is installed.
+"""Every fused kernel compiles with the installed Triton, for GPUs that need not be present.
 
 A case compiles what a forward and its gradients start; together they have all kernels, and each way
 through their sources that is chosen by a constant. benchmarks/hazards.py reads what is compiled.
@@ -34,7 +34,7 @@ FORWARD, QUERIES, KEYS = "triton.forward", "triton.backward_queries", "triton.ba
 
 @dataclass(frozen=True)
 class Call:
-    """One call, and kernels that it must start on every GPU, on Hopper, and on others."""
+    """One call, and the kernels that it must launch on every GPU, on Hopper, and on others."""
 
     kernel: Callable[[], mc.Kernel]
     starts: set[str] = field(default_factory=set)
@@ -216,7 +216,7 @@ def test_other_functions_compile(capability):
 
 
 def entries():
-    """All kernels that something starts: those whose names do not begin with _."""
+    """All kernels that are launched: those without a leading underscore."""
     for path in sorted(Path(backends.__file__).parent.rglob("*.py")):
         if "kernels" in (path.stem, path.parent.name):
             folder = path.parent.parent if path.parent.name == "kernels" else path.parent

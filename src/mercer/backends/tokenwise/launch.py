@@ -16,9 +16,9 @@ from .plain import Call, Near, Pair
 from .taps import visible
 
 RULES = {"none": 0, "left": 1, "truncate": 2, "shrink": 3}
-# By the kernel: places of a block, for up to 64 features, and warps. Wider rows take fewer places.
+# Per kernel: places of a block for up to 64 features, and warps. Wider rows take fewer places.
 SIZES = {"convolve": (32, 8), "merge": (16, 2), "pulls": (32, 4), "backward": (16, 4)}
-# Rows of taps of a program, and numbers of it where it sums over heads.
+# Rows of taps per program, and numbers per program where it sums over heads.
 TAP_ROWS, HEAD_SUMS = 64, 1024
 
 
@@ -63,7 +63,7 @@ def _targets(keys: Tensor | None, values: Tensor | None, call: Call, names: str)
 
 
 def _per_head(*kernels: Tensor | None) -> list[int]:
-    """How many heads have kernels of their own; 0 where all share one."""
+    """How many heads have their own kernels; 0 if all share one."""
     return [0 if x is None or x.shape[2] == 1 else x.shape[2] for x in kernels]
 
 
@@ -93,7 +93,7 @@ def _kind(x: Tensor) -> tuple[Any, ...]:
 
 
 def _by_rows(taps: Tensor) -> Tensor:
-    """Taps [B, T, H, S] of which batch and place are one axis, such as every other row of them."""
+    """Taps [B, T, H, S] with batch and place merged into one axis, such as every other row."""
     if taps.is_contiguous():
         return taps
     batch, length, _, size = taps.shape
@@ -102,7 +102,7 @@ def _by_rows(taps: Tensor) -> Tensor:
 
 
 def _kernels(taps: Tensor, other: Tensor, call: Call, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of one target, or of two that are alike: one launch."""
+    """One launch for one target, or for two with the same layout."""
     shape, two = (*taps.shape[:3], 1 + call.cut, taps.shape[-1]), other is not taps
     out = taps.new_empty(shape, dtype=wide)
     more = taps.new_empty(shape, dtype=wide) if two else out
@@ -116,7 +116,7 @@ def _kernels(taps: Tensor, other: Tensor, call: Call, wide: torch.dtype) -> tupl
 
 
 def kernels_backward(grads: Pair, kernels: Pair, pair: Pair, call: Call) -> Pair:
-    """`grads` have all heads, [B, T, H, 1 + P, S]: they are summed here where they share taps."""
+    """`grads` have all heads, [B, T, H, 1 + P, S]; summed here over heads that share taps."""
     keys, values = (
         None if d is None or w is None or u is None else (d, w, u)
         for d, w, u in zip(grads, kernels, pair, strict=True)
@@ -151,9 +151,9 @@ def _kernels_backward(one: Learned, other: Learned, call: Call) -> tuple[Tensor,
 def convolve(
     k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finite copies, also of what has no kernels; and the first place of a block that was not.
+    """Finite copies, also without kernels, and the first place of each block that was not finite.
 
-    Without a copy, flash attention's backward would multiply its zeros by what is not finite.
+    Without copies, flash attention's backward would multiply zeros by NaN or infinity.
     """
     k, v = readable(k), readable(v)
     kt, vt = k.new_empty(k.shape), v.new_empty(v.shape)
