@@ -68,7 +68,8 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
 
     from ..backends.polynomial import plan as polynomial
     from ..backends.runtime import launch
-    from ..backends.tokenwise import function
+    from ..backends.tokenwise import backend as tokenwise
+    from ..backends.tokenwise import function, lookup
     from ..backends.triton import backend, plan
     from ..backends.triton.hopper import check, tier
 
@@ -94,9 +95,9 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
             patch.object(tier, "completed", lambda way, p, start, *given: [start(*given)])
         )
         # Tensors of a CPU are taken.
-        for module in (backend, polynomial, function):
+        for module in (backend, polynomial, tokenwise, function, lookup):
             changed.enter_context(patch.object(module, "INTERPRETED", True))
-        changed.enter_context(patch.object(function, "refuses", lambda q, k, v: None))
+        changed.enter_context(patch.object(tokenwise, "_refuses", lambda task, q: None))
         for kept in (plan._plans, launch._launches):
             changed.enter_context(patch.dict(kept, clear=True))
         for module in [m for name, m in sys.modules.items() if name.startswith("mercer.backends")]:
