@@ -25,10 +25,8 @@ from .eligible import (
     reads_two,
     scale_by_keys,
     share,
-    starts_sums,
     stored_queries,
     stored_together,
-    window,
 )
 
 # The most features of two slots and values for which a warp group has the registers.
@@ -38,9 +36,6 @@ ROOM = 256
 ROUNDS, LAST = 16, 4
 # Sums of so many bytes stay in the L2 cache until all keys have added to them, in whatever order.
 CACHED = 2**25
-# So many heads take turns where a program may have to wait for the program of the next keys. That
-# one then has a ticket so many places ahead.
-TOGETHER = 16
 # Warps and stages of the kernel that forms dq of two blocks of queries.
 SHARED = (4, 3)
 
@@ -156,10 +151,6 @@ def one_pass(
     bounds, most = delta.new_empty(parts, 2, blocks), delta.new_empty(parts, 2, key_blocks)
     each = c["MODE0"] == 2 and slot.wants
     shares = delta.new_empty(parts, blocks * GROUP if each else 0, dtype=torch.int32)
-    begun = delta.new_empty(parts, blocks, dtype=torch.int32)
-    order = _order(p, summed=True)
-    # The heads from here on begin with zeros.
-    cleared = parts - order[2] if starts_sums(p) else 0
     numbers = p.numbers(x.seed)
     lengths = x.v if x.lengths is None else x.lengths
     flags = {"E0": c["E0"], "HAS_LSE": lse, "TOKENS": p.static.tokens}
@@ -171,12 +162,13 @@ def one_pass(
     start(
         dq_fixed_point.before_sums, (blocks + key_blocks, parts, 1), flags | before,
         (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, counters,
-         bounds, most, shares, begun, whole),
-        (*numbers, cleared),
+         bounds, most, shares, whole),
+        numbers,
     )  # fmt: skip
     found = _of(whole, GROUP, 32)
-    tensors = _tensors(x, p, ready, rows, of_keys, found, (bounds, most, shares, begun))
-    _keys(p, 0, summed=True, fresh=cleared > 0)(tensors, (*numbers, *order, 0))
+    tensors = _tensors(x, p, ready, rows, of_keys, found, (bounds, most, shares))
+    order = _order(p, summed=True)
+    _keys(p, 0, summed=True)(tensors, (*numbers, *order, 0))
     alike = slot.wants and not each
     dscale = delta.new_empty(heads if alike else 0)
     after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")} | {"EACH": each}
@@ -198,7 +190,7 @@ def _tensors(
     bounds: tuple[Tensor, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _, counters = rows
-    bounds = bounds or (delta, delta, delta, counters)
+    bounds = bounds or (delta, delta, delta)
     dk, dv, dcol, ds = of_keys
     two = p.constants["E1"] > 0
     q1, k1, dk1 = (_of(x.q[1]), _of(x.k[1]), _of(dk[1])) if two else (x.v, x.v, x.v)
@@ -212,9 +204,9 @@ def _tensors(
 
 def _keys(
     p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
-    summed: bool = False, fresh: bool = False, by_keys: bool = False,
+    summed: bool = False, by_keys: bool = False,
 ) -> Launch:  # fmt: skip
-    key = ("hopper keys", part, heads, store, banded, summed, fresh, by_keys)
+    key = ("hopper keys", part, heads, store, banded, summed, by_keys)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -246,7 +238,7 @@ def _keys(
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
         "SUMMED": summed, "BANDED": banded,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
-        "SIDES": sides, "FRESH": fresh, "BY_KEYS": by_keys or summed,
+        "SIDES": sides, "BY_KEYS": by_keys or summed,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
     # Spilled registers go to L1, so the launch reserves L1 by limiting the shared-memory carve-out.
@@ -256,25 +248,18 @@ def _keys(
     return found
 
 
-def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, int, int]:
-    """(blocks of keys, heads, heads at the end whose longest blocks come first, heads in turns).
+def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, int]:
+    """(blocks of keys, heads, heads at the end whose longest blocks come first).
 
-    `heads`: of which some may come at a time. Heads take turns where sums begin without zeros.
+    `heads`: of which some may come at a time.
     """
     batch, all_heads, num_queries = p.static.shape
     blocks, parts = -(-p.num_keys // (2 * GROUP)), heads or batch * all_heads
     count = processors(p.device)
     last = parts if blocks * parts < ROUNDS * count else min(parts, -(-LAST * count // blocks))
-    together = 1
     if summed:
         last = max(1, min(last, CACHED // (4 * SUMMED * num_queries)))
-        if starts_sums(p) and last < parts:
-            # As many each time; those that are left over are among the last.
-            reach = int(min(num_queries, window(p) + 2 * GROUP))
-            rounds = -(-(parts - last) // max(1, min(TOGETHER, CACHED // (4 * SUMMED * reach))))
-            together = (parts - last) // rounds
-            last = parts - together * rounds
-    return blocks, parts, last, together
+    return blocks, parts, last
 
 
 def _reader(p: Plan, name: str, heads: int, lse: bool, last: bool = False) -> Launch:

@@ -25,25 +25,6 @@ NOTE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _landed():
-    """Waits until what was stored lies in memory, not only until it has left from here."""
-    code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(code, "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def _wait_for(place, least):
-    """Waits until no number at some places is less than this.
-
-    It does not acquire: that is left to who reads, after it, what the first level of the cache may hold.
-    """
-    code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
-    has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
-    while has < least:
-        has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
-
-
-@gluon.jit
 def _batch(stride, b):
     """Where a batch lies: all lie at one place where they share it."""
     return gl.where(stride == 0, 0, b)
