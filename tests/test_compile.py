@@ -109,7 +109,7 @@ CALLS = {
     ),
     "rbf": Call(_rbf, ALL | {"triton.half_norms", "triton.sum_to_scale"}, dim=32),
     "rbf-sums": Call(_rbf, {FORWARD}, SUMS, many=1, on=HOPPER),
-    "rbf-stores": Call(_rbf, set(), STORES | {"hopper.stored_to_two"}, ALL, dim=128),
+    "rbf-stores": Call(_rbf, set(), STORES | {"hopper.stored_to_queries"}, ALL, dim=128),
     "adaptive": Call(_adaptive(64), {"triton.steer", "triton.steer_backward"}, filter=DOCUMENTS),
     "adaptive-sums": Call(_adaptive(64), {FORWARD}, SUMS, many=1, on=HOPPER),
     "adaptive-stores": Call(

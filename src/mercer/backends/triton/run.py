@@ -233,15 +233,17 @@ def backward(
             (heads, num_queries, width),
         )  # fmt: skip
     scales: list[Tensor] | None = None
+    stored = False
     if way == "sums":
         scales = TIER.one_pass(x, p, ready, rows, of_keys, within, made, given_lse)
     elif way == "stores":
-        scales = TIER.all_passes(x, p, ready, rows, of_keys, within, given_lse)
-    alone = way == "stores" and scales is not None and TIER.scale_by_keys(p, given_lse)
-    if scales is None and banded:
+        stored = TIER.all_passes(x, p, ready, rows, of_keys, within, given_lse)
+    alone = stored and TIER.scale_by_keys(p, given_lse)
+    done = stored or scales is not None
+    if banded and not done:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = tables.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
-    elif scales is None:
+    elif not done:
         backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse)
     dq = [reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
     dk = [

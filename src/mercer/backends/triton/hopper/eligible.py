@@ -121,12 +121,6 @@ def reader_sizes(p: Plan) -> tuple[int, int, int, int]:
     return TO_SHORT if short and not p.constants["E1"] else TO_QUERIES
 
 
-def reads_two(p: Plan, lse: bool) -> bool:
-    """Whether a program forms dq of two blocks of queries, which share keys."""
-    slot = p.static.slots[0]
-    return reader_sizes(p) == TO_SHORT and (not slot.wants or scale_by_keys(p, lse))
-
-
 def stored_together(p: Plan) -> int:
     """How many blocks of queries a reader takes at a time."""
     return reader_sizes(p)[0] // GROUP

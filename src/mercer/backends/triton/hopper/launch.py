@@ -19,10 +19,8 @@ from .eligible import (
     GROUP,
     SUMMED,
     TO_KEYS,
-    TO_SHORT,
     aligned,
     reader_sizes,
-    reads_two,
     scale_by_keys,
     share,
     stored_queries,
@@ -36,8 +34,6 @@ ROOM = 256
 ROUNDS, LAST = 16, 4
 # Sums of so many bytes stay in the L2 cache until all keys have added to them, in whatever order.
 CACHED = 2**25
-# Warps and stages of the kernel that forms dq of two blocks of queries.
-SHARED = (4, 3)
 
 
 def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: Tensor) -> None:
@@ -80,11 +76,8 @@ def keys(
 def all_passes(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
     of_queries: tuple[Any, ...], lse: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The pass over keys, which stores scores, and the passes that read them, some heads at a time.
-
-    Gradients of scales come back where they are summed up on the way.
-    """
+) -> None:  # fmt: skip
+    """The pass over keys, which stores scores, and the passes that read them, some heads at a time."""
     c, static = p.constants, p.static
     batch, heads, _ = static.shape
     dq, ds, *_ = of_queries
@@ -94,20 +87,12 @@ def all_passes(
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP))
     lengths = tensors[8]
     bm, bn, *_ = reader_sizes(p)
-    both, scales = reads_two(p, lse), []
-    to_queries: tuple[Any, ...] = (
-        tma_descriptor(pairs, bn, bm),
-        tma_descriptor(x.k[0], bn, c["E0"]),
-    )
-    if both:
-        scales = [ds[0].new_empty(heads)] if scale_by_keys(p, lse) else []
-        to_queries += (x.scale[0], lengths, dq[0], ds[0], *(scales or ds[:1]))
-    else:
-        second = tma_descriptor(ready.columns, bn, 16) if p.spread else x.v
-        to_queries += (
-            tma_descriptor(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
-            lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
-        )  # fmt: skip
+    second = tma_descriptor(ready.columns, bn, 16) if p.spread else x.v
+    to_queries = (
+        tma_descriptor(pairs, bn, bm), tma_descriptor(x.k[0], bn, c["E0"]),
+        tma_descriptor(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
+        lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
+    )  # fmt: skip
     to_keys: tuple[Any, ...] = ()
     if two:
         bm, bn = TO_KEYS[:2]
@@ -124,15 +109,9 @@ def all_passes(
             p, 1 if two else 0, own, store=stored_together(p), by_keys=scale_by_keys(p, lse)
         )
         launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
-        if both:
-            # With the last heads, all have given their shares to scales.
-            last = bool(scales) and offset + own == batch * heads
-            _reader(p, "stored_to_two", own, lse, last)(to_queries, numbers)
-        else:
-            _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
+        _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
-    return scales
 
 
 def one_pass(
@@ -262,8 +241,8 @@ def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, 
     return blocks, parts, last
 
 
-def _reader(p: Plan, name: str, heads: int, lse: bool, last: bool = False) -> Launch:
-    key = (name, heads, lse, last)
+def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
+    key = (name, heads, lse)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -277,12 +256,6 @@ def _reader(p: Plan, name: str, heads: int, lse: bool, last: bool = False) -> La
         blocks = -(-p.static.shape[2] // bm)
         own = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse}
         flags = own | {"BY_KEYS": scale_by_keys(p, lse)} | flags
-    elif name == "stored_to_two":
-        bm, bn, _, _ = TO_SHORT
-        warps, stages = SHARED
-        names, flags = ("E0", "MODE0", "LOG0", "FILTER"), {"SCALE": last} | flags
-        # The first program of a head then sums up scales.
-        blocks = -(-p.static.shape[2] // (2 * bm)) + last
     else:
         bm, bn, warps, stages = TO_KEYS
         names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)
