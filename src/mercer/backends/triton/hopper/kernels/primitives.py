@@ -11,7 +11,6 @@ from ...kernels.visibility import _key_range
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 # Adds a block of shared memory to one of memory by TMA. None in 3.6: see `eligible.can_add`.
 add = getattr(tma, "async_atomic_add", None)
 
