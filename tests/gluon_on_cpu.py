@@ -9,7 +9,6 @@ seen.
 import builtins
 import importlib
 import inspect
-import math
 import queue
 import random
 import re

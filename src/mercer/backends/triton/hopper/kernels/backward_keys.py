@@ -46,7 +46,7 @@ def backward_keys(
     BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
     HELD: gl.constexpr, SIDES: gl.constexpr, BY_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
+    """dk, dv and dcol of two times 64 keys, for one query head; PART as in the portable kernel.
 
     STORE: what gradients of queries are made of is stored for pairs, [keys, queries], of the heads from
     `offset` on; queries count from the first block that sees a program's keys. So many blocks of them are

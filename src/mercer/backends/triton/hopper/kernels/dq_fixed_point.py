@@ -3,7 +3,7 @@
 Programs that own keys add to the same queries, in an order that nobody knows. Sums of whole numbers
 are the same in any order, so these gradients are summed in fixed point: each block of queries has a
 power of two that takes whatever they can be below 2^30. Weights of a query add up to 1, so with delta
-as in `triton_backward`
+as in gradients.py
 
     |sum_j P_ij (<dO_i, v_j> - delta_i) k_j| <= max_j |k_j| (|dO_i| max_j |v_j| + |delta_i|)
 

@@ -1,8 +1,8 @@
 """The forward for Hopper of 128 features and values, where two groups of warps share keys.
 
-The same sums as `triton_narrow.forward`, for which the second cache had no time: a third group copies keys
-for both that multiply, 64 queries each, and goes on with those of the next queries while sums of these leave.
-Sums of a block of keys go on while weights of the next are formed.
+The same sums as the portable forward. A third group copies keys for both that multiply, 64 queries each, and
+goes on with those of the next queries while sums of these leave. Sums of a block of keys overlap the weights
+of the next block.
 """
 
 from triton.experimental import gluon
@@ -399,8 +399,7 @@ def forward(
 ):  # fmt: skip
     """out and log_mass of two times 64 queries of one head, and of others, in turn.
 
-    As `triton_narrow.forward` has it; each of `parts` heads has as many `pairs` of blocks of 128 queries, of
-    which the last may be empty.
+    Each of `parts` heads has as many `pairs` of blocks of 128 queries, of which the last may be empty.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16)

@@ -65,6 +65,6 @@ def _along(LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _ones(LAYOUT: gl.constexpr):
-    """What columns are multiplied by to be added up: the first three of them, as `triton_kernels._ones` has it."""
+    """What columns are multiplied by to be added up: the first three of them, as the portable `_ones` has it."""
     ones = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, LAYOUT)
     return gl.where(_along(LAYOUT) < 3, ones, 0.0)
