@@ -74,3 +74,8 @@ def test_no_text_speaks_of_the_machine_it_was_written_on():
         path = ROOT / name
         if path.suffix in {".md", ".py", ".toml", ".txt"} and path.name != "test_docs.py":
             assert not forbidden.search(path.read_text()), name
+
+
+def test_figures_in_pages_are_those_of_the_results():
+    tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
+    assert tables["main"](["--check"]) == 0

@@ -149,6 +149,19 @@ def test_a_variant_that_does_not_compile_is_caught_when_it_starts():
     assert not allows(Outcome())
 
 
+@pytest.mark.parametrize("mode", [1, 2])
+def test_a_call_of_fewer_places_is_compared_with_as_many_of_its_numbers(mode):
+    """Kernels read numbers of all places: too few of them were read beyond their end."""
+    x, static = call(queries=200, keys=256, mode=mode)
+    small, of = check._small_call(x, static)
+    rows, columns = small.q[0].shape[2], small.k[0].shape[2]
+    assert of.shape[2] == rows >= check.LENGTH
+    assert small.col[0].shape[2] == small.ids.shape[1] == columns
+    assert torch.equal(small.col[0][:, :, 256:512], x.col[0])
+    if mode == 2:
+        assert small.scale[0].shape[2] == rows
+
+
 def test_the_call_that_is_compared_is_small_and_its_own():
     outcome = Outcome()
     state = torch.get_rng_state()

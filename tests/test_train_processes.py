@@ -40,17 +40,17 @@ def command(arguments, log, pause, limit):
 
     torch.set_num_threads(1)
     from mercer.cli.train import app
-    from mercer.train.trainer import KernelTrainer
+    from mercer.train.conductor import Conductor
 
-    after_step = KernelTrainer.after_step
+    after_step = Conductor.on_step_end
 
-    def slowly(self, state, control):
+    def slowly(self, args, state, control, **more):
         time.sleep(pause)
         if limit and state.global_step == 5:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        after_step(self, state, control)
+        after_step(self, args, state, control, **more)
 
-    KernelTrainer.after_step = slowly
+    Conductor.on_step_end = slowly
     sys.argv = ["mercer", *arguments]
     app(["lm", *arguments])
 
@@ -174,18 +174,18 @@ def member(rank, size, port, settings, stop_at, answers):
     # In float32 curves part by rounding: Adam divides it by gradients that are nothing else.
     torch.set_default_dtype(torch.float64)
     from mercer.train import Settings, run
-    from mercer.train.trainer import KernelTrainer
+    from mercer.train.conductor import Conductor
 
     kinds = set()
-    after_step = KernelTrainer.after_step
+    after_step = Conductor.on_step_end
 
-    def looking(self, state, control):
-        kinds.add(type(self.model_wrapped).__name__)
-        if all(isinstance(p, DTensor) for p in self.model.parameters()):
+    def looking(self, args, state, control, **more):
+        kinds.add(type(self.trainer.model_wrapped).__name__)
+        if all(isinstance(p, DTensor) for p in self.trainer.model.parameters()):
             kinds.add("sharded")
-        after_step(self, state, control)
+        after_step(self, args, state, control, **more)
 
-    KernelTrainer.after_step = looking
+    Conductor.on_step_end = looking
 
     def tell(progress):
         # The main process alone is told to stop; the others must come along.

@@ -194,7 +194,7 @@ def _small_call(x: Inputs, static: Static) -> tuple[Inputs, Static]:
         return out.transpose(1, 2) if by_tokens else out
 
     def part(y: Tensor, length: int) -> Tensor:
-        return y[:batch, :, :length].contiguous() if y.dim() >= 3 else y
+        return _cycled(y[:batch], 2, length) if y.dim() >= 3 else y
 
     bias = x.bias
     if bias.table is not None:
@@ -211,9 +211,15 @@ def _small_call(x: Inputs, static: Static) -> tuple[Inputs, Static]:
         col=[part(y, columns) for y in x.col],
         bias=bias,
         lengths=None if x.lengths is None else x.lengths[:batch].clamp(max=columns - 37),
-        ids=None if x.ids is None else x.ids[:batch, :columns].contiguous(),
+        ids=None if x.ids is None else _cycled(x.ids[:batch], 1, columns),
     )
     return small, static._replace(shape=(batch, heads, rows))
+
+
+def _cycled(x: Tensor, dim: int, length: int) -> Tensor:
+    """The first so many along a dimension; from the start again where there are fewer."""
+    places = torch.arange(length, device=x.device) % max(1, x.shape[dim])
+    return x.index_select(dim, places)
 
 
 def _apart(got: list[Tensor], want: list[Tensor], dtype: torch.dtype, heads: int) -> str | None:
