@@ -142,20 +142,16 @@ def _visible(d, G: tl.constexpr, R: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def kernels(
-    TAPS0, TAPS1, W0, W1, count, heads, by_token, by_head, rate,
+    TAPS, W, count, heads, by_token, by_head, rate,
     R: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr,
     NORMAL: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """W from the taps, [rows, S]: softmax(rate * taps) over what is visible, or the taps.
-
-    Of one target, or of both: that is the second axis of the grid.
-    """
-    first = tl.program_id(1) == 0
+    """W from the taps, [rows, S]: softmax(rate * taps) over what is visible, or the taps."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
     column = tl.arange(0, SP)[None, :]
     ok = (row < count) & (column < S)
     place = row // heads * by_token + row % heads * by_head + column
-    u = tl.load(tl.where(first, TAPS0, TAPS1) + place, mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(TAPS + place, mask=ok, other=0.0).to(tl.float32)
     d = column - R
     for g in tl.static_range(1 + P):
         seen = _visible(d, g, R, RULE) & (column < S)
@@ -165,18 +161,16 @@ def kernels(
             x = x / tl.sum(x, 1)[:, None]
         else:
             x = tl.where(seen, u, 0.0)
-        tl.store(tl.where(first, W0, W1) + (row * (1 + P) + g) * S + column, x, mask=ok)
+        tl.store(W + (row * (1 + P) + g) * S + column, x, mask=ok)
 
 
 @triton.jit
 def kernels_backward(
-    DW0, DW1, W0, W1, DTAPS0, DTAPS1, count, heads, tap_heads, length, rate,
+    DW, W, DTAPS, count, heads, tap_heads, length, rate,
     R: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr,
     NORMAL: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the taps; `heads` rows of DW belong to each row of W."""
-    first = tl.program_id(1) == 0
-    DW, W = tl.where(first, DW0, DW1), tl.where(first, W0, W1)
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     column = tl.arange(0, SP)[None, :]
     ok = (row < count)[:, None] & (column < S)
@@ -200,7 +194,6 @@ def kernels_backward(
                 du += w * (grad - tl.sum(w * grad, 1)[:, None]) * rate
             else:
                 du += grad
-    DTAPS = tl.where(first, DTAPS0, DTAPS1)
     tl.store(DTAPS + row[:, None] * S + column, du.to(DTAPS.dtype.element_ty), mask=ok)
 
 
