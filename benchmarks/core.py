@@ -1,4 +1,4 @@
-"""The CPU figures of docs/performance.md: every kernel against what a user would write instead.
+"""The CPU figures of docs/performance.md: every kernel against eager code.
 
     python benchmarks/core.py [--save] [--length 4096]
 
@@ -43,7 +43,7 @@ def best(run: Callable[[], Tensor], repeats: int) -> tuple[float, float]:
 
 
 def eager_rbf(q: Tensor, k: Tensor, v: Tensor, s: Tensor, mode: str) -> Tensor:
-    """RBF attention as it is usually written: all distances, exp, mask, normalise."""
+    """RBF attention in eager code: all distances, exp, mask, normalise."""
     distance = torch.cdist(q, k, compute_mode=mode).square()
     weight = torch.exp(-distance / (2 * s[:, None, None] ** 2)).tril()
     return (weight / weight.sum(-1, keepdim=True)) @ v
@@ -82,7 +82,7 @@ def rows(length: int) -> dict[str, Callable[[], Tensor]]:
 
 @torch.no_grad()
 def check(name: str, kernel: mc.Kernel, filter: mc.Filter, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse to time what is wrong: a short stretch against the reference in float64."""
+    """Raise if a short sequence differs from the reference in float64."""
     short = [x[:, :, :128] for x in (q, k, v)]
     got = mc.smooth(kernel, *short, filter=filter)
     double = [x.double() for x in short]

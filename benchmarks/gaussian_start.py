@@ -22,7 +22,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "gaussian-start.png"
 
 
 def last_row(words: list[str], bandwidth: float) -> torch.Tensor:
-    """The weights of the last word on all words, with an embedding that nobody has trained."""
+    """The weights of the last word on all words, with an untrained embedding."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = sorted(set(words))
     table = torch.randn(len(vocabulary), DIM, generator=generator)

@@ -2,11 +2,11 @@
 
     python benchmarks/hazards.py [--kernels rbf,lookup] [--filters causal] [--widths 64,128]
 
-On Hopper a WGMMA reads its operands while the program goes on, so that a write to them must come
-after a wait for it. Triton should see to that, and in 3.6 does not always (dev/LOG.md).
-Here the fused kernels are compiled for Hopper, which takes no GPU, and their machine code is
-followed twice through each loop: registers that a WGMMA in flight reads may not be written before
-a wait for it. Branches are taken as if they fell through, so a finding is a place to look at.
+On Hopper a WGMMA reads its operands asynchronously, so the program must wait for it before it
+writes to them. Triton should ensure that, and in 3.6 does not always (dev/LOG.md). This script
+compiles the fused kernels for Hopper, without a GPU, and follows the machine code twice through
+each loop: registers that a WGMMA in flight reads must not be written before a wait for it. Branches
+are treated as not taken, so a finding needs a closer look.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMES = (*KERNELS, *BASES)
 
 
 class Findings:
-    """What was found in compiled kernels."""
+    """Findings in compiled kernels."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -66,7 +66,7 @@ def machine_code(cubin: bytes) -> str:
 
 
 def overwritten(code: str) -> Iterator[str]:
-    """Instructions in loops that write what a product may still read."""
+    """Instructions in loops that write registers a product may still read."""
     for body in loops(code):
         # One entry for each group of products, with the registers that they read.
         flying: list[set[int]] = []
@@ -88,7 +88,7 @@ def overwritten(code: str) -> Iterator[str]:
 
 
 def loops(code: str) -> Iterator[list[str]]:
-    """Their instructions, from where a branch goes back to as far as that branch."""
+    """The instructions of each loop, from the target of a backward branch to the branch."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for text in code.splitlines():
@@ -106,7 +106,7 @@ def loops(code: str) -> Iterator[list[str]]:
 
 
 def written(name: str, rest: str) -> set[int]:
-    """The registers that an instruction gives."""
+    """The registers that an instruction writes."""
     if name.startswith(("ST", "RED", "SYNCS", "BAR", "ISETP", "FSETP", "LDGSTS")):
         return set()
     if not (first := re.match(r"R(\d+)(?=[.,]|$)", rest)):

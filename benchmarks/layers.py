@@ -4,7 +4,7 @@
 
 The standard layer is three projections, torch's fastest softmax attention and the output's own.
 Gaussian attention has the output projection alone. Its eager form, all distances written out, is
-timed where it fits, and it is checked against that form in float64 on a short stretch before it is
+timed where it fits, and it is checked against that form in float64 on a short sequence before it is
 timed. Token kernels, of 50257 tokens and size 3, are timed beside plain attention on the same
 queries, keys and values, and checked against the dense reference. Times are medians of queued
 calls; by --graph, of replays of CUDA graphs.
@@ -31,7 +31,7 @@ D_MODEL, HEADS = 1280, 10
 
 
 class Standard(nn.Module):
-    """Softmax attention as most models have it."""
+    """Standard softmax attention."""
 
     def __init__(self, d_model: int, num_heads: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def rows(device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
 
 
 def check(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gaussian attention on a short stretch, against its eager form in float64."""
+    """Compare Gaussian attention on a short sequence with its eager form in float64."""
     if not isinstance(layer, GaussianAttention):
         return
     x = torch.randn(2, 256, D_MODEL, device=device, dtype=dtype)
@@ -107,7 +107,7 @@ def measure(
 
 
 class Tokens(nn.Module):
-    """Softmax attention over keys and values that speak for their vicinity, without projections."""
+    """Softmax attention with token kernels, without projections."""
 
     def __init__(self, on: str, ids: Tensor) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def token_rows(
 
 
 def table(titles: list[str], run: Callable[[str], dict[str, dict]]) -> list[dict]:
-    """Each title's rows, printed as they come; the first of them is the yardstick."""
+    """The rows of each title, printed at once; the first row is the yardstick."""
     found = []
     for title in titles:
         print(f"\n{title}")

@@ -3,9 +3,9 @@
     python benchmarks/matrix.py [--output results/matrix] [--jobs 12] [--seconds 500]
 
 Worker processes take one configuration after the other (mercer.bench.matrix says which) and are
-replaced when they die. Results are written as they come, to a JSON file and a table in Markdown
-named after the device and the versions. A run that is started again with the same file goes on
-where it was stopped; --again repeats what did not pass. --only takes part of a configuration's
+replaced when they die. Results are written at once, to a JSON file and a table in Markdown
+named after the device and the versions. A run that is started again with the same file resumes;
+--again repeats configurations that did not pass. --only takes part of a configuration's
 name: `--only lookup,` or `--only "rbf, causal,"`.
 """
 
@@ -36,7 +36,7 @@ SAVE_EVERY = 10.0
 
 
 class Table:
-    """What is known of each configuration, kept in files."""
+    """The results of all configurations, stored in files."""
 
     def __init__(self, path: Path, machine: dict[str, Any], command: str) -> None:
         self.path, self.machine, self.command = path, machine, command
@@ -45,13 +45,13 @@ class Table:
         self.saved = time.monotonic()
 
     def read(self, path: Path) -> None:
-        """Take over the results of a run of the same code on the same machine."""
+        """Read the results of an earlier run of the same code on the same machine."""
         if not path.exists():
             return
         found = json.loads(path.read_text())
         same = all(found["machine"][name] == self.machine[name] for name in ("device", "commit"))
         if not same or found["machine"]["versions"] != self.machine["versions"]:
-            print(f"{path} is of another machine, commit or version: starting anew")
+            print(f"{path} is of another machine, commit or version: starting again")
             return
         for entry in found["results"]:
             self.results[Configuration(**entry.pop("configuration"))] = entry
@@ -77,7 +77,7 @@ class Table:
         self.saved = time.monotonic()
 
     def markdown(self) -> str:
-        """Kernels by filters, how many configurations passed, and what did not."""
+        """Kernels by filters with numbers of passed configurations, and the failures."""
         versions = self.machine["versions"]
         counts = Counter(entry["status"] for entry in self.results.values())
         said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
@@ -115,7 +115,7 @@ class Table:
 
 
 def run(todo: list[Configuration], table: Table, device: str, jobs: int, seconds: float) -> None:
-    """Each configuration by one of so many workers, as long as there is time."""
+    """Run the configurations on worker processes while there is time."""
     deadline = time.monotonic() + seconds
     left = iter(todo)
     lock = threading.Lock()
@@ -129,7 +129,7 @@ def run(todo: list[Configuration], table: Table, device: str, jobs: int, seconds
                 break
             reply = worker.run(job(config, device), min(TIMEOUT, rest))
             if reply.status == "hung" and rest < TIMEOUT:
-                # The time was over, not the patience.
+                # Killed by --seconds, not by the timeout of the job.
                 break
             status, said = reply.status, reply.said
             if status == "done":

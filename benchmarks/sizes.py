@@ -1,11 +1,11 @@
-"""Block sizes for the fused kernels on this GPU: what SIZES in block_sizes.py was filled from.
+"""Time block sizes of the fused kernels on this GPU: the source of SIZES in block_sizes.py.
 
     python benchmarks/sizes.py rbf,laplace [--dims 64,128] [--length 8192] [--only queries]
 
 Each of the three kernels is compiled for every candidate, in parallel, then timed alone on a causal
 call in bfloat16: every block size as it is, with its registers bounded, and with operands held in
-registers. Rows come fastest first, with milliseconds, registers and spills. What does not compile
-or fit says so.
+registers. Rows are sorted by time, with registers and spills. Candidates that do not compile or fit
+are reported.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def launch_with(kind: str, item: Any, sizes: Sizes) -> tuple[launches.Launch, tu
 
 
 def compile_one(job: tuple[str, int, int, str, Sizes]) -> tuple[Any, str]:
-    """In a process of its own: the compiled kernel stays on disk."""
+    """In another process: the compiled kernel stays in the cache on disk."""
     kernel, dim, heads, kind, sizes = job
     try:
         item = capture(kernel, dim, 512, heads, run=False)[kind]

@@ -5,8 +5,8 @@
 A step is forward, backward and AdamW, of GPT-2's small shape with 50257 tokens, without dropout:
 compiled and in bfloat16 by autocast on a GPU, as it is and in float32 on a CPU. The yardstick is
 vaswani2017 on torch's SDPA, timed first and last; a ratio is to the mean of the two. A compiled
-model whose loss is not that of the same model uncompiled gets no time. With --jobs, as many models
-are compiled side by side in processes of their own; then each is timed while the others wait.
+model whose loss is not that of the same model uncompiled gets no time. With --jobs, so many models
+are compiled in parallel processes; then each is timed while the others wait.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def measure(
 
 
 def work(line: Any, options: argparse.Namespace) -> None:
-    """A process of its own: it gets a name and a length, says when it is ready, and is let go."""
+    """A worker process: gets a name and a length, says when it is ready, waits to be timed."""
     clock = Clock(torch.device(options.device), options.repeats)
 
     def wait() -> None:
@@ -136,7 +136,7 @@ def work(line: Any, options: argparse.Namespace) -> None:
 
 
 def side_by_side(tasks: list[tuple[str, int]], options: argparse.Namespace) -> Iterator[Row]:
-    """The rows of all tasks: a round of them gets ready together and is timed one by one."""
+    """The rows of all tasks: a round is compiled in parallel and timed one by one."""
     context = multiprocessing.get_context("spawn")
     lines = []
     for _ in range(min(options.jobs, len(tasks))):
@@ -147,13 +147,13 @@ def side_by_side(tasks: list[tuple[str, int]], options: argparse.Namespace) -> I
         busy = list(zip(lines, tasks[first : first + options.jobs], strict=False))
         for line, task in busy:
             line.send(task)
-        # A row that comes at once has a problem in place of a time.
+        # A row instead of "ready" means a problem.
         try:
             found = [line.recv() for line, _ in busy]
         except EOFError:
             names = ", ".join(name for _, (name, _) in busy)
             raise SystemExit(
-                f"a process died while {names} got ready, perhaps for want of memory: "
+                f"a process died while {names} were compiled, perhaps out of memory: "
                 "try fewer --jobs or --tokens"
             ) from None
         for (line, _), row in zip(busy, found, strict=True):
@@ -220,7 +220,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--systems", default="all", help="some of: " + ", ".join([*SYSTEMS, "rbf"]))
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--jobs", type=int, default=1, help="models to compile side by side")
-    parser.add_argument("--repeats", type=int, help="timed steps; about a second's unless given")
+    parser.add_argument(
+        "--repeats", type=int, help="timed steps; about a second of them by default"
+    )
     parser.add_argument("--save", action="store_true", help="write results/steps/DEVICE.{json,md}")
     parser.add_argument("--output", type=Path, help="write there instead, without an ending")
     options = parser.parse_args(arguments)
@@ -228,7 +230,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     device = torch.device(options.device)
     asked = [*SYSTEMS, "rbf"] if options.systems == "all" else options.systems.split(",")
     if options.jobs < 1:
-        parser.error(f"--jobs must be at least 1, but came as {options.jobs}")
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
     names = [RBF if name == "rbf" else name for name in asked]
     clock = Clock(device, options.repeats)
     about = {"command": _command(options)} | describe(device)

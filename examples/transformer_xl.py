@@ -1,4 +1,4 @@
-"""Transformer-XL in miniature: what a memory of earlier segments is good for.
+"""Transformer-XL in miniature: the effect of a memory of earlier segments.
 
 Every sequence repeats a random pattern of 12 tokens, but a segment holds only 6. Without memory
 nothing in a segment tells what comes next; with 12 remembered states the pattern can be copied.

@@ -1,6 +1,6 @@
 """Gluon's kernels without a GPU: their own source, run by threads, one for each group of warps.
 
-Triton's interpreter does not know Gluon. Here copies come late and in any order, barriers have
+Triton's interpreter does not run Gluon. Here copies come late and in any order, barriers have
 counts and phases, and products read their operands until they are waited for: what is not there in
 time, or does not stay, is missed. A group is one thread: what its warps do to each other is not
 seen.
@@ -102,7 +102,7 @@ class Barrier:
 
 
 class Shared:
-    """Shared memory, which begins as anything."""
+    """Shared memory, with arbitrary initial content."""
 
     def __init__(self, data, barriers=None):
         self.data, self.dtype, self.barriers = data, data.dtype, barriers
@@ -130,14 +130,14 @@ def allocate(dtype, shape, layout):
 
 
 def bits(x, dtype):
-    """What numbers are if their 32 bits are taken for others."""
+    """Reinterpret the 32 bits of numbers as another dtype."""
     if dtype is torch.uint32:
         return x.to(torch.int64) & (2**32 - 1)
     return (x if x.is_floating_point() else x.to(torch.int32)).view(dtype)
 
 
 class Engine:
-    """Copies, each done after a while, in any order; and what a thread has not waited for."""
+    """Asynchronous copies, completed late and in any order, and those not waited for yet."""
 
     def __init__(self, seed):
         self.random, self.local, self.open = random.Random(seed), threading.local(), queue.Queue()
@@ -237,7 +237,7 @@ class Engine:
 
 
 def module(name, programs, seed):
-    """One of our modules of kernels, with this in place of Triton."""
+    """Import one of our kernel modules with this module in place of Triton."""
     engine, place = Engine(seed), SimpleNamespace(id=0, row=0, rows=1)
 
     def jit(fn=None, **_):

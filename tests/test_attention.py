@@ -303,7 +303,7 @@ def test_one_token_gives_its_own_value(position):
         "tied, relative sinusoid", "tied, lookup", "tied, two W_T", "free, product",
     ],
 )  # fmt: skip
-def test_symmetric_and_valid_are_said_of_the_kernel_of_the_inputs(options, symmetric, valid):
+def test_symmetric_and_valid_include_the_projections(options, symmetric, valid):
     a = make(**options)
     assert (a.symmetric, a.valid) == (symmetric, valid)
     q, k, _, _ = a.parts(draw(8))
@@ -340,7 +340,7 @@ def test_a_kernel_given_to_two_modules_is_copied():
 
 
 @pytest.mark.parametrize("position", ["relative sinusoid", "lookup", "product"])
-def test_a_deep_copy_stands_alone(position):
+def test_a_deep_copy_is_independent(position):
     one, x = make(kernel=mc.RBF(heads=HEADS), position=POSITIONS[position]()), draw()
     two, before = copy.deepcopy(one), one(x)
     close(two(x), before)
@@ -526,7 +526,7 @@ def test_a_segment_memory_is_refused_in_cross_attention():
 
 @pytest.mark.parametrize("cache", [None, mn.Cache], ids=["no cache", "cache"])
 def test_a_filter_of_another_type_raises(cache):
-    with pytest.raises(ValueError, match="filter must be a Filter, but came as str"):
+    with pytest.raises(ValueError, match="filter must be a Filter, got str"):
         make()(draw(), filter="causal", cache=None if cache is None else cache())
 
 

@@ -1,4 +1,4 @@
-"""What every backend owes, whatever the kernel: shapes, dropout, bits, NaN, memory, compilation."""
+"""The contract of every backend: shapes, dropout, bits, NaN, memory, compilation."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_empty_and_tiny_inputs(backend, batch, queries, keys):
     q = random(batch, 2, queries, 4).requires_grad_()
     k, v = random(batch, 2, keys, 4), random(batch, 2, keys, 3)
     if backend == "sdpa" and 0 in (batch, queries, keys):
-        with pytest.raises(ValueError, match="empty batch or sequence"):
+        with pytest.raises(ValueError, match="the batch or the sequence is empty"):
             mc.smooth(mc.RBF(), q, k, v, backend=backend)
         backend = "auto"
     kernel = mc.RBF().to(DEVICE)
@@ -134,7 +134,7 @@ def test_large_norms_stay_finite(backend, kernel):
 
 @pytest.mark.parametrize("name", ["rbf-fixed", "alibi", "eq-9", "transformer-xl", "polynomial"])
 def test_the_error_budget_at_width_64(name):
-    """Where a number per key rounded to bfloat16 would be off by 1e-2."""
+    """Inputs for which a number per key rounded to bfloat16 gives an error of 1e-2."""
     kernel = (KERNELS | COMPOSED)[name]()
     if name == "alibi":
         kernel = mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(HEADS))

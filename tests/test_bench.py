@@ -94,7 +94,7 @@ def test_peers_get_the_weights_of_a_kernel(form, name):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
 
 
-def test_flex_attention_is_asked_once_and_not_in_every_call(monkeypatch):
+def test_flex_refusals_are_checked_once_and_not_timed(monkeypatch):
     def refuses(task):
         pytest.fail("asked in a call that is timed")
 
@@ -104,14 +104,14 @@ def test_flex_attention_is_asked_once_and_not_in_every_call(monkeypatch):
 
 
 @pytest.mark.usefixtures("flex_attention")
-def test_flex_attention_stands_beside_the_kernels_that_were_asked_for():
+def test_flex_attention_is_a_peer_of_the_chosen_kernels():
     rows = measure.measure(settings(kernels="rbf,alibi,laplace", peers="flex-scored"))
     names = [row.name for row in rows if "Flex" in row.name]
     assert names == ["alibi, FlexAttention", "laplace, FlexAttention"]
 
 
 @pytest.mark.usefixtures("flex_attention")
-def test_what_flex_attention_does_not_take_is_refused():
+def test_unsupported_calls_of_flex_attention_are_refused():
     given = settings(kernels="product", peers="flex-scored", shapes="1x2x64x160")
     *_, row = measure.measure(given)
     assert row.problem == "refuses: a part has 320 features, more than 256"
@@ -197,7 +197,7 @@ def test_keys_may_have_fewer_heads(decode):
     assert heads == [4, 4, 2, 2, 2]
     for row in measure.measure(given):
         assert row.shape == str(made)
-        alone = "it needs as many heads of keys as of queries"
+        alone = "it needs as many key heads as query heads"
         assert row.problem == (f"refuses: {alone}" if "eager" in row.name else None), row
 
 
@@ -237,7 +237,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_wrong_gets_no_time(monkeypatch):
+def test_a_wrong_output_gets_no_time(monkeypatch):
     right = chunked.run
 
     def slightly_wrong(tasks):
@@ -280,13 +280,13 @@ def test_nan_is_wrong(monkeypatch):
     assert "wrong by nan" in check(Ours("rbf", "sdpa"), workload(), forward_only=True)
 
 
-def test_the_check_uses_a_short_stretch_of_the_same_filter():
+def test_the_check_uses_a_short_sequence_with_the_same_filter():
     w = workload(length=4096, filter="window:1024")
     assert w.build_filter(256) == mc.Window(64, 0)
     assert check(Ours("rbf", "chunked"), w, forward_only=True) is None
 
 
-def test_a_longer_stretch_follows_where_other_kernels_may_run(monkeypatch):
+def test_a_longer_sequence_is_checked_where_other_kernels_may_run(monkeypatch):
     given, smooth = workload(length=400, filter="window:100"), Ours.smooth
     monkeypatch.setattr(bench_check, "LONG", 300)
 
@@ -345,9 +345,9 @@ def test_an_error_stays_in_its_row(monkeypatch, error, said):
     assert fine.problem is None
 
 
-def test_memory_that_is_not_there_is_not_asked_for():
+def test_a_row_that_needs_too_much_memory_is_refused():
     refuse_to_swap(1000)
-    with pytest.raises(ValueError, match="GiB in all"):
+    with pytest.raises(ValueError, match="GiB, but this machine has"):
         refuse_to_swap(2**60)
 
 
@@ -356,8 +356,8 @@ def test_memory_that_is_not_there_is_not_asked_for():
     [
         (["--shapes", "1x2x64"], "--shapes must be BxHxTxD"),
         (["--shapes", "1x2x0x8"], "at least 1"),
-        (["--shapes", "1x4/3x64x8"], "heads of keys that divide those of queries"),
-        (["--shapes", "1x4/x64x8"], "or BxH/KxTxD with K heads of keys"),
+        (["--shapes", "1x4/3x64x8"], "a number of key heads that divides the query heads"),
+        (["--shapes", "1x4/x64x8"], "or BxH/KxTxD with K key heads"),
         (["--shapes", "1x4/x/64x8"], "--shapes must be BxHxTxD"),
         (["--dtype", "int8"], "--dtype must be one of"),
         (["--kernels", "rbf,magic"], "--kernels must be among all, softmax"),
@@ -365,7 +365,7 @@ def test_memory_that_is_not_there_is_not_asked_for():
         (["--peers", "magic"], "--peers must be among"),
         (["--filter", "magic"], "--filter must be full, causal"),
         (["--filter", "window"], "--filter must be full, causal"),
-        (["--filter", "window:many"], "must have whole numbers"),
+        (["--filter", "window:many"], "needs whole numbers"),
         (["--filter", "strided:0"], "stride must be a whole number >= 1"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--device", "abacus"], "--device 'abacus' cannot be used"),
@@ -373,7 +373,7 @@ def test_memory_that_is_not_there_is_not_asked_for():
         (["--kernels", "lookup", "--backends", "sdpa", "--peers", "none"], "no kernel was timed"),
     ],
 )
-def test_bad_arguments_are_said_in_one_line(arguments, message):
+def test_bad_arguments_give_a_one_line_error(arguments, message):
     done = run(*arguments)
     assert done.exit_code == 2, done.output
     errors = [line for line in done.output.splitlines() if line.startswith("error:")]
@@ -466,7 +466,7 @@ def test_peers_say_what_they_need():
             peer.smooth(given)
 
 
-def test_a_checkout_is_told_from_an_installed_copy(monkeypatch):
+def test_a_checkout_differs_from_an_installed_copy(monkeypatch):
     monkeypatch.setattr(machine, "_output", lambda *_: None)
     assert machine.commit() == "unknown"
     monkeypatch.setattr(machine, "_output", lambda *c: "" if "status" in c else "abc")

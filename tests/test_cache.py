@@ -136,7 +136,7 @@ def test_relative_positions_in_cached_cross_attention_raise(position):
 
 
 def test_a_relative_kernel_in_cached_cross_attention_raises_too():
-    """Whoever brings the kernel of i - j, its pieces would not equal the full pass."""
+    """Also if the kernel of i - j is in `kernel`: pieces would not equal the full pass."""
     a = make(kernel=mc.Exponential() * mc.ALiBi([0.5, 0.25]))
     with pytest.raises(ValueError, match="step by step"):
         a(draw(1), draw(6), cache=mn.Cache())
@@ -174,7 +174,7 @@ def test_crop_in_cross_attention_forgets_queries_and_keeps_the_context():
 def test_crop_beyond_what_is_there_raises(length):
     cache = mn.Cache()
     make()(draw(4), cache=cache)
-    with pytest.raises(ValueError, match=f"length must be from 0 to 4, but came as {length}"):
+    with pytest.raises(ValueError, match=f"length must be from 0 to 4, got {length}"):
         cache.crop(length)
 
 
@@ -229,7 +229,7 @@ def test_an_empty_cache_has_no_keys_and_values():
 def test_a_cache_refuses_another_batch():
     a, cache = make(), mn.Cache()
     a(draw(batch=3), cache=cache)
-    with pytest.raises(ValueError, match="holds 3 sequences, but 2 came"):
+    with pytest.raises(ValueError, match="holds 3 sequences, got 2"):
         a(draw(1), cache=cache)
 
 
@@ -348,11 +348,11 @@ def test_a_cache_with_segments_shows_what_is_near_the_start_of_the_segment(posit
 
 
 def test_a_segment_memory_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="length must be at least 0, but came as -1"):
+    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
         mn.SegmentMemory(-1)
     a, memory = make(), mn.SegmentMemory(4)
     a(draw(batch=3), cache=memory)
-    with pytest.raises(ValueError, match="holds 3 sequences, but 2 came"):
+    with pytest.raises(ValueError, match="holds 3 sequences, got 2"):
         a(draw(1), cache=memory)
 
 

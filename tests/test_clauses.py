@@ -86,4 +86,4 @@ def test_a_filter_of_ones_own_is_not_known():
         def sees(self, b, i, j, start):
             return torch.as_tensor(j % 2 == 1)
 
-    assert "does not know the filter Odd" in filters.read(Odd(), 4, K)
+    assert "does not support the filter Odd" in filters.read(Odd(), 4, K)

@@ -65,7 +65,7 @@ def test_explain_takes_a_dtype_and_a_backend():
         (["explain", "tsai2019", "--backend", "magic"], "backend must be one of"),
     ],
 )
-def test_bad_arguments_are_said_in_one_line(arguments, message):
+def test_bad_arguments_give_a_one_line_error(arguments, message):
     done = run(app, arguments)
     assert done.exit_code == 2
     assert message in done.output

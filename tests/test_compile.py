@@ -1,4 +1,4 @@
-"""Every fused kernel compiles for GPUs that need not be there, with the Triton that is installed.
+"""Every fused kernel compiles with the installed Triton, for GPUs that need not be present.
 
 A case compiles what a forward and its gradients start; together they have all kernels, and each way
 through their sources that is chosen by a constant. benchmarks/hazards.py reads what is compiled.
@@ -34,7 +34,7 @@ FORWARD, QUERIES, KEYS = "triton.forward", "triton.backward_queries", "triton.ba
 
 @dataclass(frozen=True)
 class Call:
-    """One call, and kernels that it must start on every GPU, on Hopper, and on others."""
+    """One call, and the kernels that it must launch on every GPU, on Hopper, and on others."""
 
     kernel: Callable[[], mc.Kernel]
     starts: set[str] = field(default_factory=set)
@@ -82,6 +82,10 @@ def _slopes():
     return mc.Exponential() * mc.ALiBi(mc.ALiBi.standard(HEADS))
 
 
+def _slopes_learned():
+    return mc.Exponential() * mc.ALiBi(torch.nn.Parameter(mc.ALiBi.standard(HEADS)))
+
+
 HOPPER, AMPERE = (90,), (80,)
 ALL = {FORWARD, QUERIES, KEYS}
 SUMS = {"hopper.before_sums", "hopper.backward_keys", "hopper.after_sums"}
@@ -116,9 +120,15 @@ CALLS = {
         _adaptive(128), set(), STORES | {"hopper.stored_to_queries"}, dim=128, on=HOPPER,
     ),
     "slopes": Call(_slopes, {"triton.split_columns"}, dim=128),
+    "slopes-learned": Call(
+        _slopes_learned, {FORWARD, QUERIES}, {"hopper.backward_keys"}, many=1, on=HOPPER,
+    ),
     "product": Call(
         _two, {FORWARD}, {"hopper.stored_to_queries", "hopper.stored_to_keys"}, {QUERIES, KEYS},
         dim=128,
+    ),
+    "two-links": Call(
+        lambda: mc.Polynomial() * mc.Laplace(8.0, on="position"), ALL, on=HOPPER,
     ),
     "two-distances": Call(lambda: mc.RBF(8.0) * mc.RBF(9.0, on="position"), ALL),
     "table": Call(_table(33), ALL | BANDS, filter=mc.Window(60, 20), on=HOPPER),
@@ -206,7 +216,7 @@ def test_other_functions_compile(capability):
 
 
 def entries():
-    """All kernels that something starts: those whose names do not begin with _."""
+    """All kernels that are launched: those without a leading underscore."""
     for path in sorted(Path(backends.__file__).parent.rglob("*.py")):
         if "kernels" in (path.stem, path.parent.name):
             folder = path.parent.parent if path.parent.name == "kernels" else path.parent

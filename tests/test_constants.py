@@ -37,7 +37,7 @@ def test_few_are_kept_and_none_that_is_large(monkeypatch):
     assert [key for key, *_ in constants._kept] == ["b", "d"]
 
 
-def test_what_a_graph_reads_is_never_let_go(monkeypatch):
+def test_tensors_that_graphs_read_are_never_freed(monkeypatch):
     monkeypatch.setattr(constants, "MOST", 1)
     monkeypatch.setattr(constants, "FOR_GRAPHS", 20)
     assert constants._captured(("a", CPU, False)) is None
@@ -103,7 +103,7 @@ def test_a_captured_graph_reads_what_was_kept(name):
 
 
 @pytest.mark.parametrize("positions", [mc.ALiBi([0.5, 0.25]), mc.Buckets(torch.randn(8, 2))])
-def test_what_inference_makes_is_kept_for_inference_alone(positions):
+def test_inference_tensors_are_cached_for_inference_only(positions):
     kernel, x = mc.Exponential() * positions, torch.randn(1, 2, 9, 4)
     with torch.inference_mode():
         alone = [mc.smooth(kernel, x, x, x, filter=mc.Causal()) for _ in range(2)]
@@ -120,7 +120,7 @@ def test_what_inference_makes_is_kept_for_inference_alone(positions):
     assert torch.allclose(out, alone[0], atol=1e-6)
 
 
-def test_slopes_that_change_are_read_anew():
+def test_changed_slopes_are_read_again():
     kernel, x = mc.Exponential() * mc.ALiBi([0.5, 0.25]), torch.randn(1, 2, 9, 4)
     before = mc.smooth(kernel, x, x, x, filter=mc.Causal())
     kernel.kernels[1].slopes.data.mul_(3.0)
@@ -146,7 +146,7 @@ def test_a_gradient_flows_through_what_is_formed_from_them():
         assert torch.allclose(*grads, atol=1e-5)
 
 
-def test_which_bucket_a_distance_has_is_kept(monkeypatch):
+def test_buckets_of_distances_are_cached(monkeypatch):
     made = []
     bucket = position.bucket
     monkeypatch.setattr(

@@ -74,13 +74,13 @@ def damage(path, kind):
         "binary junk",
     ],
 )
-def test_damage_is_noticed_and_mended(kind, tmp_path, caplog):
+def test_a_damaged_file_is_detected_and_rebuilt(kind, tmp_path, caplog):
     path = tmp_path / "a.arr"
     load(path)
     damage(path, kind)
     found = load(path)
     assert np.array_equal(found.array[1000:], np.arange(500))
-    assert "built again" in caplog.text
+    assert "rebuilt" in caplog.text
     load(path, refuse)
 
 
@@ -105,7 +105,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert not left.exists()
 
 
-def test_a_full_disk_is_said(tmp_path):
+def test_a_full_disk_gives_an_error(tmp_path):
     def fill(writer):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -115,13 +115,13 @@ def test_a_full_disk_is_said(tmp_path):
     assert not list(tmp_path.glob("*.arr"))
 
 
-def test_a_place_that_is_no_folder_is_said(tmp_path):
+def test_a_cache_dir_that_is_no_folder_gives_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(OSError, match="give another cache_dir"):
         load(tmp_path / "file" / "a.arr")
 
 
-def test_a_folder_that_may_not_be_written_is_said(tmp_path, monkeypatch):
+def test_a_read_only_folder_gives_an_error(tmp_path, monkeypatch):
     def deny(prefix, suffix, dir):
         raise PermissionError(errno.EACCES, "Permission denied", str(dir / f"{prefix}x{suffix}"))
 

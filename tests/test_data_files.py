@@ -1,4 +1,4 @@
-"""Files in place: every packing reads the same, and what is wrong is said with file and line."""
+"""Files in place: every packing reads the same, and errors name file and line."""
 
 import gzip
 import io
@@ -20,7 +20,7 @@ TEXT = "".join(f"line {n} of a small text, ünïcode\n" for n in range(400))
 
 
 def pack(path, content, member="a/text.txt"):
-    """Write bytes in the way that the name says."""
+    """Write bytes, packed as the name's suffix says."""
     name = path.name
     if name.endswith(".zip"):
         with zipfile.ZipFile(path, "w") as archive:
@@ -54,7 +54,7 @@ def test_every_packing_reads_the_same(name, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.name == "text.txt"]
 
 
-def test_a_name_in_an_archive_is_never_a_place_on_disk(tmp_path):
+def test_names_in_an_archive_are_never_paths_on_disk(tmp_path):
     path = tmp_path / "inner" / "a.tar.xz"
     path.parent.mkdir()
     pack(path, TEXT.encode(), "../../evil.txt")
@@ -182,7 +182,7 @@ def test_archives_without_text(tmp_path):
         data.text(tmp_path / "empty", cache_dir=tmp_path / "cache")
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "valid.txt").write_text("x")
-    with pytest.raises(data.DataError, match="none whose name says train"):
+    with pytest.raises(data.DataError, match="none with train in its name"):
         data.text(tmp_path / "half", cache_dir=tmp_path / "cache")
 
 
@@ -192,9 +192,9 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(source, tmp_path):
         data.text(source, cache_dir=tmp_path)
 
 
-def test_no_source_is_not_the_folder_one_stands_in(tmp_path):
+def test_an_empty_source_is_not_the_current_folder(tmp_path):
     for read in (data.text, data.pairs, data.images):
-        with pytest.raises(data.DataError, match="must be named"):
+        with pytest.raises(data.DataError, match="source must not be empty"):
             read("", cache_dir=tmp_path)
 
 

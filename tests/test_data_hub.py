@@ -155,7 +155,7 @@ def test_names():
     assert (found.path, found.config) == ("allenai/c4", "en")
 
 
-def test_what_is_not_installed_is_said(monkeypatch, tmp_path):
+def test_missing_packages_are_named(monkeypatch, tmp_path):
     for name in ("datasets", "sklearn", "tokenizers", "numpy"):
         monkeypatch.setitem(sys.modules, name, None)
     for call, name, extra in (

@@ -146,7 +146,7 @@ def test_broken_images_are_named(case, packed, tmp_path):
     assert not list((tmp_path / "cache").glob("*.arr"))
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_missing_data_gives_an_error(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(data.DataError, match="holds no images in class folders"):
         data.images(tmp_path / "none")
@@ -195,7 +195,7 @@ def test_an_archive_travels_to_a_worker_without_its_pixels(tmp_path):
     assert torch.equal(again[9]["pixel_values"], found[9]["pixel_values"])
 
 
-def test_names_in_an_archive_are_read_and_never_used_as_places():
+def test_names_in_an_archive_are_never_used_as_paths():
     assert folders.find_class("a/train/cat/1.JPG") == ("train", "cat")
     assert folders.find_class("val/x/cat/1.png") == ("valid", "cat")
     assert folders.find_class("cat/1.png") == ("all", "cat")

@@ -120,13 +120,13 @@ def test_a_folder_of_the_layout(tmp_path):
         found = data.pairs(source, tokenizer="bytes", cache_dir=tmp_path / "cache")
         assert (len(found.train), len(found.valid), found.test) == (20, 10, None)
         assert found.train[3] == ("wort 3", "word 3")
-    with pytest.raises(ValueError, match="train, valid, but came as 'test'"):
+    with pytest.raises(ValueError, match="train, valid, got 'test'"):
         found.encoded("test")
     with pytest.raises(data.DataError, match=r"several corpora \(one, two\)"):
         data.pairs(tmp_path, cache_dir=tmp_path / "cache")
 
 
-def test_one_file_gives_up_its_end_twice(tmp_path):
+def test_a_single_file_gives_a_valid_and_a_test_split(tmp_path):
     rows = [(f"wort {n}", f"word {n // 2}") for n in range(101)]
     write(tmp_path / "all.tsv.xz", rows)
     found = data.pairs(tmp_path / "all.tsv.xz", tokenizer="bytes", cache_dir=tmp_path / "cache")

@@ -97,7 +97,7 @@ def test_blocks(docs):
     for length in (1, len(docs.train) + 1):
         with pytest.raises(ValueError, match="length must be"):
             docs.blocks("train", length)
-    with pytest.raises(ValueError, match="train, valid, but came as 'test'"):
+    with pytest.raises(ValueError, match="train, valid, got 'test'"):
         docs.blocks("test", 8)
 
 
@@ -250,7 +250,7 @@ def test_a_tokenizer_is_saved_and_loaded(docs, tmp_path):
     ],
     ids=str,
 )
-def test_a_tokenizer_that_cannot_be(spec, message, tmp_path):
+def test_a_wrong_tokenizer_raises(spec, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         data.text("embedded", tokenizer=spec, cache_dir=tmp_path)
 

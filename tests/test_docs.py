@@ -65,7 +65,7 @@ def test_the_commands_of_the_readme_exist():
         assert f"\n{target}:" in makefile, target
 
 
-def test_no_text_speaks_of_the_machine_it_was_written_on():
+def test_no_text_has_paths_of_a_machine():
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()

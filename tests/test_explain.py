@@ -73,7 +73,7 @@ def test_every_refusal_has_its_reason():
     }
     assert "s^2 is not the identity" in reasons["link"]
     assert "dense [Q, K] bias" in reasons["table"]
-    assert "drops weights" in reasons["dropout"]
+    assert "supports dropout only" in reasons["dropout"]
     assert "empty" in reasons["empty"]
     half = X.bfloat16()
     blurred = mc.explain(mc.RBF(), half, half, half).refusals["sdpa"]
@@ -121,7 +121,7 @@ EXPLAINED = {
 
 @pytest.fixture
 def available(monkeypatch):
-    """flex and triton look at every term, whatever this machine can run."""
+    """flex and triton check every term, on any machine."""
     monkeypatch.setattr(compiled, "unavailable", lambda device: None)
     monkeypatch.setattr(triton, "_unavailable", lambda device: None)
 
@@ -145,7 +145,7 @@ FORMED = {
 
 
 @pytest.mark.parametrize("name", EXPLAINED)
-def test_to_ask_what_learns_forms_nothing(name, available, monkeypatch):
+def test_learned_forms_no_tensor(name, available, monkeypatch):
     def formed(self):
         raise AssertionError(f"{type(self).__name__} was formed")
 
@@ -165,7 +165,7 @@ def test_to_ask_what_learns_forms_nothing(name, available, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [n for n in KERNELS if list(KERNELS[n]().parameters())])
-def test_a_kernel_that_learns_says_so(name):
+def test_learned_is_true_for_kernels_with_parameters(name):
     x = torch.randn(2, 2, 11, 8)
     given = mc.Features(content=x, relative=x)
     kernel = KERNELS[name]()

@@ -22,7 +22,7 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="torch has this on CUDA only")
 
 @dataclass(frozen=True)
 class Odd(mc.filters.Filter):
-    """A filter that no other fast backend knows: odd keys, and the query's own place."""
+    """A filter that no other fast backend supports: odd keys, and the diagonal."""
 
     step: int = 2
 

@@ -186,7 +186,7 @@ def test_rotary_makes_equal_tokens_differ_by_how_far_apart_they_stand():
     assert (weights[0, :, 3, 2] < 1).all()
 
 
-def test_what_steers_a_bandwidth_is_the_token_and_not_its_place():
+def test_query_bandwidths_depend_on_the_token_and_not_its_place():
     a = make("rotary, adaptive")
     x = torch.randn(1, 1, WIDTH, dtype=torch.float64).expand(1, LENGTH, WIDTH)
     log_s = a.log_scale(a.parts(x)[0])
@@ -241,7 +241,7 @@ def test_no_step_makes_a_bandwidth_collapse_or_explode(far):
     assert all(h.at_bound and "at its bound" in h.note for h in a.report(x))
 
 
-def test_the_bounds_hold_what_one_starts_with():
+def test_the_bounds_include_given_bandwidths():
     root = math.sqrt(DIM)
     assert [math.exp(b) for b in make().bounds] == pytest.approx([root / 32, root * 32])
     a = make(bandwidth=1e-3)
@@ -249,7 +249,7 @@ def test_the_bounds_hold_what_one_starts_with():
     assert [math.exp(b) for b in a.bounds] == pytest.approx([1e-3 / 16, root * 16])
 
 
-def test_past_a_bound_the_gradient_still_points_somewhere():
+def test_the_gradient_past_a_bound_is_not_zero():
     a, x = make(), draw()
     for outside in (a.bounds[0] - 1.0, a.bounds[1] + 1.0):
         with torch.no_grad():
@@ -341,7 +341,7 @@ def test_the_same_input_gives_the_same_bits(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_its_state_comes_back(options):
+def test_its_state_is_saved_and_loaded(options):
     a, b, x = make(options), make(options), draw()
     with torch.no_grad():
         a.log_bandwidth += 0.3
@@ -356,7 +356,7 @@ def test_its_state_comes_back(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_copy_has_bandwidths_of_its_own(options):
+def test_a_copy_has_its_own_bandwidths(options):
     a, x = make(options), draw()
     file = io.BytesIO()
     torch.save(a, file)
@@ -393,7 +393,7 @@ def test_a_pattern_of_windows_repeats_and_ends_with_a_long_one():
     [
         (("SXL", 4), "pattern must be made of S and L.*'SXL'"),
         (("", 4), "pattern must be made of S and L"),
-        (("SL", 0), "num_layers must be at least 1, but came as 0"),
+        (("SL", 0), "num_layers must be at least 1, got 0"),
     ],
 )
 def test_a_bad_pattern_raises(arguments, message):
@@ -459,7 +459,7 @@ def test_a_segment_memory_shows_the_states_before(options):
     close(torch.cat(outs, 1), formula(a, x, visible, options))
 
 
-def test_the_cache_keeps_what_it_saw():
+def test_later_changes_of_x_do_not_reach_the_cache():
     a, x, cache = make(), draw(), mn.Cache()
     want = a(x)[:, 5:]
     given = x[:, :5].clone()
@@ -536,7 +536,7 @@ def test_the_report_forms_no_matrix_of_all_pairs():
     assert sizes[1] <= 2.1 * sizes[0]
 
 
-def test_a_report_prints_and_says_what_is_worth_a_look():
+def test_a_report_prints_its_notes():
     a = make(bandwidth=[0.01, 2.0, 1000.0])
     notes = [head.note for head in a.report(draw(64))]
     assert notes == ["sees itself only", "", "a plain mean"]
@@ -573,12 +573,12 @@ def test_the_report_of_a_model_has_every_layer_and_head():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_report_of_a_model_wants_whole_sequences_and_some_gaussian_attention():
+def test_the_report_of_a_model_needs_whole_sequences_and_gaussian_attention():
     with pytest.raises(ValueError, match="no GaussianAttention in Linear"):
         mn.gaussian_report(torch.nn.Linear(2, 2), torch.zeros(1, 2))
     model, x, cache = Block(None), draw(dtype=torch.float32), mn.Cache()
     model(x[:, :4], cache=cache)
-    with pytest.raises(ValueError, match="call the model with no cache"):
+    with pytest.raises(ValueError, match="call the model without a cache"):
         mn.gaussian_report(model, x[:, 4:], cache=cache)
     assert not model.attention._forward_pre_hooks
     (head,) = mn.gaussian_report(mn.GaussianAttention(WIDTH, 1), x=x)
@@ -597,9 +597,9 @@ def test_a_report_without_a_row_that_sees_itself_raises():
     ("arguments", "options", "message"),
     [
         ((10, 3), {}, "d_model 10 does not divide into 3 heads"),
-        ((0, 1), {}, "d_model must be at least 1, but came as 0"),
-        ((8, 0), {}, "num_heads must be at least 1, but came as 0"),
-        ((9, 3), {"rotary": True}, "Rotary needs an even head dimension, but came with 3"),
+        ((0, 1), {}, "d_model must be at least 1, got 0"),
+        ((8, 0), {}, "num_heads must be at least 1, got 0"),
+        ((9, 3), {"rotary": True}, "Rotary needs an even head dimension, got 3"),
         ((8, 2), {"rotary": mn.ALiBi()}, "rotary must be True, False or a Rotary"),
         ((8, 2), {"rotary": 7}, "rotary must be True, False or a Rotary.*7"),
         ((8, 2), {"bandwidth": 0.0}, "bandwidth must be positive and finite.*0.0"),
@@ -607,32 +607,32 @@ def test_a_report_without_a_row_that_sees_itself_raises():
         ((8, 2), {"bandwidth": math.nan}, "bandwidth must be positive and finite"),
         ((8, 2), {"bandwidth": [1.0, math.inf]}, "bandwidth must be positive and finite"),
         ((8, 2), {"bandwidth": [1.0, 2.0, 3.0]}, "bandwidth has 3 numbers for 2 heads"),
-        ((8, 2), {"filter": "causal"}, "filter must be a Filter, but came as str"),
+        ((8, 2), {"filter": "causal"}, "filter must be a Filter, got str"),
         ((8, 2), {"backend": "magic"}, "backend must be one of"),
         ((8, 2), {"dropout": 1.0}, "dropout_p must be at least 0 and below 1"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_raises_at_once(arguments, options, message):
+def test_wrong_arguments_raise(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         mn.GaussianAttention(*arguments, **options)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (5, 24), (1, 2, 5, 24)])
 def test_an_input_of_another_width_raises(shape):
-    with pytest.raises(ValueError, match=r"x must be \[B, T, 24\], but came as"):
+    with pytest.raises(ValueError, match=r"x must be \[B, T, 24\], got"):
         make()(torch.zeros(shape))
 
 
 def test_a_bad_filter_or_cache_of_the_call_raises():
     a, x = make(), draw()
-    with pytest.raises(ValueError, match="filter must be a Filter, but came as str"):
+    with pytest.raises(ValueError, match="filter must be a Filter, got str"):
         a(x, filter="causal")
-    with pytest.raises(ValueError, match="must be a Cache or a SegmentMemory, but came as dict"):
+    with pytest.raises(ValueError, match="must be a Cache or a SegmentMemory, got dict"):
         a(x, cache={})
     with pytest.raises(ValueError, match="Padding was made for 3 sequences, but the batch has 2"):
         a(x, filter=mc.Padding([1, 2, 3]))
     cache = mn.Cache()
     a(x, cache=cache)
-    with pytest.raises(ValueError, match="holds 2 sequences, but 1 came"):
+    with pytest.raises(ValueError, match="holds 2 sequences, got 1"):
         a(x[:1], cache=cache)

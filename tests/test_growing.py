@@ -36,7 +36,7 @@ def test_steps_are_written_in_place():
 
 
 @torch.no_grad()
-def test_what_was_given_out_stays_as_it_was():
+def test_earlier_results_do_not_change():
     first, *steps = pieces(3, 1, 1)
     x, kept = Growing(first, 2), first.clone()
     for step in steps:
@@ -49,7 +49,7 @@ def test_what_was_given_out_stays_as_it_was():
 
 @pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
 @torch.no_grad()
-def test_copies_go_on_by_themselves(twin):
+def test_copies_grow_independently(twin):
     first, step, one, other = pieces(3, 1, 1, 1)
     x = Growing(first, 2)
     x.append(step)
@@ -61,7 +61,7 @@ def test_copies_go_on_by_themselves(twin):
 
 
 @torch.no_grad()
-def test_what_was_cropped_may_go_on_another_way():
+def test_a_cropped_tensor_can_grow_differently():
     first, guess, better = pieces(4, 3, 2)
     x = Growing(first, 2)
     x.append(guess)
@@ -97,7 +97,7 @@ def test_gradients_pass_and_are_not_disturbed():
     assert not x.tensor.requires_grad
 
 
-def test_what_inference_made_goes_on_outside():
+def test_inference_tensors_can_grow_outside_inference():
     with torch.inference_mode():
         first, step = pieces(3, 1)
         x = Growing(first, 2)

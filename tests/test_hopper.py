@@ -1,4 +1,4 @@
-"""The pass over keys by groups of warps: nearer to float64 than the other, or as near."""
+"""The Hopper kernels on a GPU: at least as close to float64 as the portable ones."""
 
 import math
 
@@ -111,7 +111,7 @@ SUMMED = [name for name in CASES if name.startswith("summed")]
 
 
 def run(name, dtype, monkeypatch, many=1):
-    """(What groups give, what the other pass gives, float64's, how often groups ran)."""
+    """(The Hopper pass, the portable pass, float64, how often the Hopper pass ran)."""
     make, dim, filter, shape = CASES[name]
     torch.manual_seed(0)
     case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
@@ -131,7 +131,7 @@ def run(name, dtype, monkeypatch, many=1):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_groups_give_what_the_other_pass_gives(name, dtype, monkeypatch):
+def test_the_hopper_pass_equals_the_portable_pass(name, dtype, monkeypatch):
     got, other, want, ran = run(name, dtype, monkeypatch)
     assert ran == 2
     for what, x in want.items():
@@ -164,7 +164,7 @@ ALIKE_OR_EACH = {"rbf": lambda: mc.RBF(8.0), "adaptive": lambda: _adaptive(64)}
 
 
 def summed(monkeypatch, change=lambda q, k, v, grad: None, filter=WINDOW, name="rbf", queries=500):
-    """Gradients of q, k, v and parameters in one pass, of inputs that were changed."""
+    """Gradients of q, k, v and parameters in one pass, for modified inputs."""
     _need_sums()
     monkeypatch.setattr(eligible, "MANY_KEYS", 1)
     monkeypatch.setattr(launch, "keys", None)
@@ -190,7 +190,7 @@ def test_sums_have_as_many_digits_whatever_their_size(power, name, monkeypatch):
 
 @pytest.mark.parametrize("name", ALIKE_OR_EACH)
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e18])
-def test_what_nobody_sees_leaves_sums_as_they_are(value, name, monkeypatch):
+def test_hidden_values_do_not_change_the_sums(value, name, monkeypatch):
     filter = mc.Window(200, 0) & mc.Padding([300, 500])
 
     def change_keys(q, k, v, grad):
@@ -212,7 +212,7 @@ def test_what_nobody_sees_leaves_sums_as_they_are(value, name, monkeypatch):
 
 
 def test_the_first_key_may_be_far_from_all_others(monkeypatch):
-    """Numbers per key count from it, but no further than sums of them can be; nobody sees it."""
+    """Numbers per key are relative to the first key, up to a limit; here it is hidden."""
 
     def change(q, k, v, grad):
         k[:, :, 0] = 1e18
@@ -277,8 +277,8 @@ def test_heads_take_turns_where_pairs_are_many(name, monkeypatch):
 
 @pytest.mark.parametrize("rounds", [0, 1000], ids=["head-by-head", "longest-first"])
 @pytest.mark.parametrize("name", CASES)
-def test_programs_go_on_with_other_keys(name, rounds, monkeypatch):
-    """Three programs for all blocks give what a program for each gives."""
+def test_programs_take_further_blocks_of_keys(name, rounds, monkeypatch):
+    """Three programs for all blocks equal one program per block."""
     got, *_ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(plan, "_plans", {})
@@ -303,7 +303,7 @@ def test_no_pair_is_read_that_was_not_stored(name, monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_what_lies_token_by_token_gives_the_same(dim):
+def test_token_major_tensors_give_the_same(dim):
     kernel = mc.RBF([8.0, 11.0]).to(DEVICE)
     given = [torch.randn(2, 2, 1200, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
 
@@ -341,7 +341,7 @@ FORWARD = ["plain-full", "rbf", "adaptive", *WIDER]
 
 
 def forwards(case, monkeypatch):
-    """(What the forward of warp groups gives, what the other gives), and float64's."""
+    """(The Hopper forward, the portable forward), and float64."""
     ran, found = [], []
     inner = launch.forward
     monkeypatch.setattr(launch, "forward", lambda *a: (ran.append(1), inner(*a))[1])
@@ -358,7 +358,7 @@ def forwards(case, monkeypatch):
     [*((name, torch.bfloat16) for name in FORWARD), ("plain-full", torch.float16)],
     ids=str,
 )
-def test_the_forward_gives_what_the_other_gives(name, dtype, monkeypatch):
+def test_the_hopper_forward_equals_the_portable_one(name, dtype, monkeypatch):
     make, dim, filter, shape = CASES[name]
     torch.manual_seed(0)
     case = Case(make(dim).to(DEVICE), filter, shape, dim, 0, dtype, "cuda")
@@ -411,7 +411,7 @@ def test_queries_far_from_all_keys_have_weights(name):
 
 @pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
-def test_programs_do_again_what_has_to_be(make, programs, monkeypatch):
+def test_blocks_are_computed_again_where_the_fast_path_fails(make, programs, monkeypatch):
     """Queries far from all keys, and values that are not finite, in turns far apart."""
     kernel, filter, heads = make().to(DEVICE), mc.Causal(), 23
     torch.manual_seed(0)

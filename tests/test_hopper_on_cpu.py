@@ -57,7 +57,7 @@ CASES = {
 
 
 class Call:
-    """Inputs, and what the pass must make of them; log_mass and delta may be anything."""
+    """Inputs and expected gradients; log_mass and delta are arbitrary."""
 
     def __init__(self, filter=CAUSAL, length=LENGTH, **flags):
         self.filter, self.length = filter, length
@@ -243,8 +243,8 @@ def test_hidden_keys_that_are_not_finite_leave_gradients_alone(mode):
         assert torch.allclose(got[what], x, rtol=1e-4, atol=1e-4), what
 
 
-def test_who_starts_kernels_knows_how_they_are_cut():
-    """eligible.py has these, too: it must not import Triton before there is something to start."""
+def test_constants_of_eligible_equal_those_of_the_kernels():
+    """eligible.py repeats them, because it must not import Triton."""
     kernels, summed = (
         module(name, 1, 0)
         for name in ("hopper.kernels.backward_keys", "hopper.kernels.dq_fixed_point")
@@ -269,7 +269,7 @@ KINDS = {
 
 @cache
 def by_many(kind):
-    """What as many programs give as there are blocks of keys."""
+    """The result with one program per block of keys."""
     call = Call(filter=WINDOW, HELD=True, length=300, **KINDS[kind])
     return call, call.run(12, longest=True, stages=3, buffers=1, seed=9)
 
@@ -277,7 +277,7 @@ def by_many(kind):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize("longest", [False, True], ids=["head-by-head", "longest-first"])
-def test_whatever_comes_first_the_bits_are_the_same(longest, buffers, seed):
+def test_bits_do_not_depend_on_the_order_of_threads(longest, buffers, seed):
     for kind in KINDS:
         call, want = by_many(kind)
         got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
@@ -474,7 +474,7 @@ def test_the_forward_gives_what_softmax_does(name, stages):
 
 
 def of_all_sizes():
-    """Some are smaller, or larger, than half precision has numbers for."""
+    """Some are below or above the range of half precision."""
     torch.manual_seed(0)
     x = torch.randn(4000) * 10.0 ** torch.randint(-9, 5, (4000,))
     far = torch.tensor(
@@ -484,7 +484,7 @@ def of_all_sizes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_rounding_takes_comes_back(dtype):
+def test_the_rounding_error_of_the_output_is_kept(dtype):
     kernels, x = module("kernels.primitives", 1, 0), of_all_sizes()
     rounded = x.to(dtype)
     taken = kernels._taken(x, dtype)
@@ -501,7 +501,7 @@ def test_what_rounding_takes_comes_back(dtype):
     assert not got[~near].isfinite().any()
 
 
-def test_a_row_of_the_forward_that_sees_a_value_that_is_not_finite_is_not():
+def test_rows_that_see_a_value_not_finite_are_not_finite():
     call = Call(filter=PADDING)
     call.v[0, 1, 70, 3] = math.inf
     out, lse = torch.full_like(call.q, 7.0), torch.full_like(call.lse2, 7.0)
@@ -549,7 +549,7 @@ def test_every_block_of_queries_has_its_turn_once(pairs, parts, programs):
     assert max(work) <= sum(work) / programs + 2 * pairs
 
 
-def test_the_first_cache_has_what_shared_memory_leaves(monkeypatch):
+def test_l1_gets_the_rest_of_shared_memory(monkeypatch):
     asked, compiled = [], SimpleNamespace(metadata=SimpleNamespace(shared=183976), function=5)
     sizes = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
     driver = SimpleNamespace(cuFuncSetAttribute=lambda *given: asked.append(given[1:]))

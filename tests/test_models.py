@@ -321,8 +321,8 @@ CONFIG_ERRORS = {
     "there is no system 'bert'; there are: vaswani2017": {"system": "bert"},
     "there is no kernel 'RBX'": {"kernel": "RBX()"},
     "d_model 16 does not divide into 3 heads": {"num_heads": 3},
-    "num_layers must be a whole number from 1 up, but came as 0": {"num_layers": 0},
-    "system must have one entry for each of 2 layers, but came with 3": {"system": ["lee2018"] * 3},
+    "num_layers must be a whole number from 1 up, got 0": {"num_layers": 0},
+    "system must have one entry for each of 2 layers, got 3": {"system": ["lee2018"] * 3},
     "norm must be one of layer, rms, rms-plain": {"norm": "batch"},
     "activation must be one of": {"activation": "step"},
     "dropout must be at least 0 and below 1": {"dropout": 1.0},
@@ -331,7 +331,7 @@ CONFIG_ERRORS = {
 }
 MODEL_ERRORS = {
     "the layer takes no option 'rotary'": {"system_options": {"rotary": True}},
-    "kundu2026 has a kernel of its own": {"system": "kundu2026", "kernel": "RBF()"},
+    "kundu2026 has its own kernel": {"system": "kundu2026", "kernel": "RBF()"},
     r"position of kundu2026 must be Rotary\(\) or NoPosition\(\)": {
         "system": "kundu2026", "position": "alibi"
     },
@@ -341,7 +341,7 @@ MODEL_ERRORS = {
     },
     "bandwidths for 3 heads": {"kernel": "RBF(heads=3)"},
     "reads part 'relative'": {"kernel": "Exponential(on='relative')"},
-    "needs an image": {"kernel": "Exponential(on='height')"},
+    "are for images": {"kernel": "Exponential(on='height')"},
     "pattern must be made of S and L": {"windows": "SXL"},
     "their options must be the same": {
         "system": "leng2026", "system_options": [{"size": 3}, {"size": 5}]
@@ -371,15 +371,15 @@ def test_inputs_that_do_not_fit():
         model(torch.full((1, 3), 40))
     with pytest.raises(ValueError, match=r"input_ids must be whole numbers \[B, T\]"):
         model(torch.rand(1, 3))
-    with pytest.raises(ValueError, match="positions know 32 places, but 33 came"):
+    with pytest.raises(ValueError, match="positions have 32 places, got 33"):
         model(draw(1, 33))
     with pytest.raises(ValueError, match=r"attention_mask must be \[2, 11\]"):
         model(ids, attention_mask=torch.ones(2, 10))
-    with pytest.raises(ValueError, match="must be a KernelCache, but came as list"):
+    with pytest.raises(ValueError, match="must be a KernelCache, got list"):
         model(ids, past_key_values=[1])
     with pytest.raises(ValueError, match="one entry for each of 2 layers"):
         model(ids, memory=model.new_memory(3)[:1])
-    with pytest.raises(ValueError, match="two ways to remember"):
+    with pytest.raises(ValueError, match="exclude each other"):
         model(ids, memory=model.new_memory(3), past_key_values=KernelCache(2))
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
@@ -404,7 +404,7 @@ def test_presets():
     assert composed.position is None
     with pytest.raises(ValueError, match="no language model preset 'huge'; there are: xl-base"):
         presets.lm("huge")
-    with pytest.raises(ValueError, match="depth is a knob of nano"):
+    with pytest.raises(ValueError, match="depth is for the preset nano"):
         presets.lm("tiny", depth=3)
     with pytest.raises(ValueError, match="depth must be a whole number"):
         presets.lm("nano", depth=0)

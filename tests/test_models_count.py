@@ -106,7 +106,7 @@ def test_memory_grows_with_the_batch_and_the_states():
 
 
 def test_segments_see_what_they_remember():
-    """All but the first of 40 see 150 places more, whose keys and values they form anew."""
+    """All but the first of 40 see 150 more places, and compute their keys and values again."""
     config = presets.lm("xl-base")
     long, short = (count(config, length) for length in (6000, 150))
     pairs = 150 * 39 / 40

@@ -132,7 +132,7 @@ def test_gradient_checkpointing_changes_nothing():
 
 
 ERRORS = {
-    "cross-attention cannot count i - j step by step": {"cross_attention": {"position": "alibi"}},
+    "cross-attention cannot decode a kernel of i - j": {"cross_attention": {"position": "alibi"}},
     "kundu2026 has no cross-attention": {"cross_attention": {"system": "kundu2026"}},
     "token kernels are for self-attention": {"cross_attention": {"system": "leng2026"}},
     "encoder has no part 'kernels'": {"encoder_attention": {"kernels": "RBF()"}},
@@ -158,7 +158,7 @@ def test_inputs_that_do_not_fit():
         model(labels=source)
     with pytest.raises(ValueError, match=r"attention_mask must be \[2, 8\]"):
         model(source, attention_mask=torch.ones(2, 7), labels=source)
-    with pytest.raises(ValueError, match="positions know 32 places, but 40 came"):
+    with pytest.raises(ValueError, match="positions have 32 places, got 40"):
         model(draw(1, 40), labels=source[:1])
     with pytest.raises(ValueError, match="decoder_input_ids must be from 0 to 39"):
         model(source, decoder_input_ids=source + VOCAB)

@@ -56,7 +56,7 @@ def test_every_patch_is_seen(case):
     assert all(block.attention.filter == mc.Full() for block in model.blocks)
 
 
-def test_a_filter_that_is_asked_for_stays():
+def test_a_given_filter_is_kept():
     model = make("grid", filter="Window(3, 3)")
     assert model.blocks[0].attention.filter == mc.Window(3, 3)
 
@@ -97,13 +97,13 @@ def test_gradient_checkpointing_changes_nothing():
 
 
 def test_it_says_what_is_wrong():
-    with pytest.raises(ValueError, match=r"pixel_values must be \[B, 1, 8, 8\], but came as"):
+    with pytest.raises(ValueError, match=r"pixel_values must be \[B, 1, 8, 8\], got"):
         make()(torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match="patch_size must divide image_size"):
         KernelViTConfig(**(SIZES | {"patch_size": 3}))
     with pytest.raises(ValueError, match="pooling must be 'class' or 'mean'"):
         KernelViTConfig(**(SIZES | {"pooling": "max"}))
-    with pytest.raises(ValueError, match="an image has no tokens"):
+    with pytest.raises(ValueError, match="an image has no token ids"):
         KernelViTConfig(**(SIZES | {"system": "leng2026"}))
     with pytest.raises(ValueError, match="no vision preset 'vit-huge'; there are: deit-tiny"):
         presets.vit("vit-huge")

@@ -1,4 +1,4 @@
-"""Kernels, positions and filters from text: what is read, and that nothing is ever evaluated."""
+"""Kernels, positions and filters from text, which is never evaluated."""
 
 import pytest
 import torch

@@ -441,7 +441,7 @@ def test_positions_of_cross_attention_count_from_the_first_query_and_key():
 def test_a_place_beyond_the_last_raises(position):
     attention = make(position)
     assert attention(draw(5)).shape == (BATCH, 5, WIDTH)
-    with pytest.raises(ValueError, match=r"(5|2 \+ 3) places, but place 5 came"):
+    with pytest.raises(ValueError, match=r"(5|2 \+ 3) places, got place 5"):
         attention(draw(6))
 
 
@@ -528,8 +528,8 @@ def test_an_odd_width_is_fine_where_no_sinusoid_is_used(position):
             r"even width.* 5",
         ),
         (lambda: mn.KernelAttention(18, 3, position=mn.Grid2D(2, 2)), r"d_model.* 4.* 18"),
-        (lambda: mn.Learned(0), r"max_length must be at least 1, but came as 0"),
-        (lambda: mn.LookupTable(-1), r"max_distance must be at least 0, but came as -1"),
+        (lambda: mn.Learned(0), r"max_length must be at least 1, got 0"),
+        (lambda: mn.LookupTable(-1), r"max_distance must be at least 0, got -1"),
         (lambda: mn.RelativeSinusoid(width="all"), r"width must be 'head' or 'model'.*'all'"),
         (lambda: mn.Grid2D(0, 3), r"height and width must be at least 1.* 0, 3"),
         (lambda: mn.Grid2D(2, 3, prefix=-1), r"prefix at least 0.* -1"),

@@ -50,8 +50,8 @@ def test_the_file_is_valid_and_written_as_we_write_it():
     ("change", "message"),
     [
         (lambda raw: raw.pop("cuda"), "must have the families"),
-        (lambda raw: raw["cpu"].pop(), "last rule of cpu must fit always"),
-        (lambda raw: raw["cpu"].clear(), "last rule of cpu must fit always"),
+        (lambda raw: raw["cpu"].pop(), "last rule of cpu must have no conditions"),
+        (lambda raw: raw["cpu"].clear(), "last rule of cpu must have no conditions"),
         (lambda raw: raw["cpu"][0].update(kind="magic"), "kind must be one of"),
         (lambda raw: raw["cpu"][0].update(backends=["magic"]), "backends must be among"),
         (lambda raw: raw["cpu"][0].update(backends=[]), "backends must be among"),
@@ -59,7 +59,7 @@ def test_the_file_is_valid_and_written_as_we_write_it():
         (lambda raw: raw["cpu"][0].pop("because"), "because"),
     ],
 )
-def test_a_wrong_file_is_said(change, message):
+def test_a_wrong_rules_file_raises(change, message):
     raw = json.loads(TEXT)
     change(raw)
     with pytest.raises(ValueError, match=message):
@@ -96,7 +96,7 @@ def test_the_bench_names_kinds_as_the_rules_do(name):
     assert rules.describe(tasks).kind == BENCHED[name].kind
 
 
-def test_what_a_rule_can_ask():
+def test_properties_that_rules_compare():
     tasks = tasks_of(mc.RBF(), mc.Window(2, 0), queries=5, keys=9, values=3)
     call = rules.describe(tasks)
     assert (call.queries, call.keys, call.features, call.values) == (5, 9, DIM, 3)

@@ -1,6 +1,6 @@
 """Gradients of queries from stored pairs, in Triton's interpreter.
 
-What stores them is worked out by torch: it is in Gluon, which the interpreter does not know. On a
+What stores them is worked out by torch: it is in Gluon, which the interpreter does not run. On a
 GPU tests/test_hopper.py has both.
 """
 

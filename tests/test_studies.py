@@ -1,4 +1,4 @@
-"""Studies with a pretended trainer: what runs, what is kept, what is shown."""
+"""Studies with a fake trainer: jobs, results, output."""
 
 import io
 import json
@@ -43,7 +43,7 @@ class Result:
 
 @dataclass
 class Pretended:
-    """Results that are known beforehand, and a list of what was asked for."""
+    """A trainer with known results, and the list of its calls."""
 
     ran: list = field(default_factory=list)
     stop_after: int | None = None
@@ -74,7 +74,7 @@ def quiet():
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch, request):
-    """Drawing takes longer than all the rest."""
+    """Skip drawing, which takes longer than the rest."""
     if "curves" not in request.function.__name__:
         monkeypatch.setattr("mercer.studies.conduct.draw_curves", lambda study, rows, path: path)
 
@@ -280,7 +280,7 @@ def test_another_definition_of_a_system_is_left_out(tmp_path):
     assert "system was 'vaswani2017', is now 'tsai2019'" in notes[0]
 
 
-def test_a_mixture_of_machines_is_said(tmp_path):
+def test_a_mixture_of_machines_is_reported(tmp_path):
     go(tmp_path)
     ledger = Ledger(tmp_path)
     first, second, *_ = ledger.read().values()
@@ -313,21 +313,24 @@ def test_the_key_holds_all_that_decides():
     [
         (lambda: Study(systems=[]), "systems must be a list"),
         (lambda: Study(systems="vaswani2017"), "systems must be a list"),
-        (lambda: Study(systems=["bert"]), "'bert' must say its system or its kernel.*vaswani2017"),
-        (lambda: Study(systems=["dai2019", "dai2019"]), "'dai2019' comes twice"),
+        (lambda: Study(systems=["bert"]), "'bert' must set system or kernel.*vaswani2017"),
+        (lambda: Study(systems=["dai2019", "dai2019"]), "'dai2019' occurs twice"),
         (lambda: Study(systems=["dai2019"], task="chess"), "task must be one of lm, translation"),
         (lambda: Study(systems=["dai2019"], seeds=[]), "seeds must be different numbers"),
         (lambda: Study(systems=["dai2019"], seeds=[1, 1]), "seeds must be different numbers"),
-        (lambda: Study(systems=["dai2019"], budget={"kernel": "x"}), "the budget sets 'kernel'"),
+        (
+            lambda: Study(systems=["dai2019"], budget={"kernel": "x"}),
+            "the budget must not set 'kernel'",
+        ),
         (lambda: Study(systems=["dai2019"], budget={"step": 3}).jobs(), "did you mean 'steps'"),
         (lambda: Study(systems=["dai2019"], budget={"steps": 0}).jobs(), "dai2019: steps must be"),
         (lambda: Variant("a", steps=3), "sets 'steps', but systems may differ in"),
         (lambda: Variant("a b", system="dai2019"), "must be letters"),
-        (lambda: Shard(3, 2), "i from 1 to n, but came as 3/2"),
+        (lambda: Shard(3, 2), "i from 1 to n, got 3/2"),
         (lambda: Shard(0, 2), "i from 1 to n"),
     ],
 )
-def test_mistakes_are_said_in_a_sentence(make, message):
+def test_mistakes_raise_with_a_message(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -1,4 +1,4 @@
-"""The command `mercer study`, with a pretended trainer."""
+"""The command `mercer study`, with a fake trainer."""
 
 import math
 import sys
@@ -95,7 +95,7 @@ def test_a_failure_is_an_exit_code(monkeypatch):
     assert "Traceback" not in done.output
 
 
-def test_a_full_disk_is_said_in_one_line(monkeypatch):
+def test_a_full_disk_gives_a_one_line_error(monkeypatch):
     def fill(job, folder, screen):
         raise OSError(28, "No space left on device")
 
@@ -154,13 +154,13 @@ def test_quick_is_what_it_promises():
         (["mine.py", "--seeds", "4-2"], "--seeds must be such as"),
         (["mine.py", "--table"], "there are no results of this study in runs/mine yet"),
         (["empty.py"], "empty.py must define `study = Study(...)`, but has no `study`"),
-        (["wrong.py"], "must be a mercer.studies.Study, but came as 3"),
+        (["wrong.py"], "must be a mercer.studies.Study, got 3"),
         (["broken.py"], "broken.py:2: "),
         (["division.py"], "division.py:3: division by zero"),
         (["typo.py"], "did you mean 'learning_rate'?"),
     ],
 )
-def test_mistakes_are_said_in_one_line(place, arguments, message):
+def test_mistakes_give_a_one_line_error(place, arguments, message):
     (place / "empty.py").write_text("")
     (place / "wrong.py").write_text("study = 3")
     (place / "broken.py").write_text("x = 1\nstudy = Study(")

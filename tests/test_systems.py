@@ -236,13 +236,13 @@ def test_dai2019_sees_as_much_memory_as_it_is_given():
     close(a(x[:, 6:], cache=memory), a(x[:, 4:], filter=mc.Causal())[:, 2:])
 
 
-def test_tsai2019multimodal_asks_one_modality_about_another():
+def test_tsai2019multimodal_attends_from_one_modality_to_another():
     a, language, vision = build("tsai2019multimodal"), draw(), draw(5)
     t, s = sinusoid(range(LENGTH)), sinusoid(range(5))
     close(a(language, vision), direct_sum(a, language, t, everything, vision, s))
 
 
-def test_sizes_unless_told_otherwise():
+def test_default_sizes():
     assert systems.build("shaw2018", WIDTH, HEADS).position.kernel.table.shape == (33, DIM)
     assert systems.build("huang2018", WIDTH, HEADS).position.kernel.table.shape == (2, 1025, DIM)
     assert systems.build("dai2019", WIDTH, HEADS).filter == mc.Memory(150)
@@ -313,7 +313,7 @@ def test_leng2026_adds_token_kernels_to_any_base(base):
     assert (call(a, x) - other(x)).abs().max() > 1e-3
 
 
-def test_leng2026_has_the_tokens_of_gpt2_unless_told_otherwise():
+def test_leng2026_has_the_vocabulary_of_gpt2_by_default():
     a = systems.build("leng2026", WIDTH, HEADS)
     assert a.tokens.weight.shape == (50257, 1, 1, 1, 3)
     assert "values by 3 taps a token" in str(systems.example(a, 1, 4))

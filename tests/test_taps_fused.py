@@ -63,7 +63,7 @@ def solve(given, dtype=None, **options):
 
 
 class Count:
-    """How often the one function ran."""
+    """Counts the calls of the fused function."""
 
     def __init__(self, monkeypatch):
         self.calls = 0
@@ -82,7 +82,7 @@ def count(monkeypatch):
 
 
 def compare(given, what="", **options):
-    """All that `solve` gives: 1e-10 where the lowering is at stake, else within the budget."""
+    """Compare all results of `solve`: to 1e-10 in float64, else within the budget."""
     got = solve(given, **options)
     want = solve(given, torch.float64, backend="reference", **options)
     if EXACT:
@@ -191,7 +191,7 @@ def test_the_future_changes_no_bit(boundary, size, count):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_what_is_not_finite_shows_in_the_rows_that_see_it_only(boundary, target):
+def test_inputs_not_finite_reach_only_the_rows_that_see_them(boundary, target):
     given = draw(40, 5, target, dim=16, values=16)
     options = {"boundary": boundary, "normalize": 0.4}
     before = mc.vicinity(**given, **options)
@@ -218,7 +218,7 @@ def test_gradients_are_the_same_bits_each_time():
             assert torch.equal(first[name], other[name]), name
 
 
-def test_what_it_does_not_take_runs_as_before(count):
+def test_unsupported_calls_run_as_before(count):
     given = draw(12, 3, "both")
     mc.vicinity(**given, filter=mc.Window(4, 0))
     mc.vicinity(**given, filter=mc.Causal() & mc.Padding([9, 12][:BATCH]))
@@ -407,7 +407,7 @@ def test_a_compiled_graph_learns_the_same_table():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_its_operators_are_sound(target):
+def test_its_operators_pass_opcheck(target):
     for boundary, causal, length, tokens in (
         ("shrink", True, 20, False), ("none", True, 24, True), ("left", True, 20, False),
         ("truncate", False, 20, False), ("shrink", True, 1, False),

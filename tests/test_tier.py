@@ -28,7 +28,7 @@ PLAN = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """A machine with a Hopper GPU, of which nothing is known yet."""
+    """A machine with a Hopper GPU, before any kernel was checked."""
     monkeypatch.setattr(check, "there", lambda device: True)
     monkeypatch.setattr(check, "_answers", {})
     monkeypatch.setattr(check, "_warned", set())
@@ -64,7 +64,7 @@ def allows(outcome, way="sums", **options):
 
 
 class Outcome:
-    """What portable code gives; `change` is what is done to it by the kernels that are checked."""
+    """The portable results; `change` makes the checked kernels differ from them."""
 
     def __init__(self, change=lambda results: results):
         self.change, self.calls = change, []
@@ -132,7 +132,7 @@ def test_one_that_does_not_compile_or_agree_is_not_used(change, why):
     assert why in check.reason(DEVICE)
 
 
-def test_what_rounding_explains_is_used():
+def test_a_kernel_within_rounding_error_is_used():
     assert allows(Outcome(lambda results: [x * (1 + 2**-7) for x in results]))
 
 
@@ -151,7 +151,7 @@ def test_a_variant_that_does_not_compile_is_caught_when_it_starts():
 
 @pytest.mark.parametrize("mode", [1, 2])
 def test_a_call_of_fewer_places_is_compared_with_as_many_of_its_numbers(mode):
-    """Kernels read numbers of all places: too few of them were read beyond their end."""
+    """Kernels read one number per place, so a shorter tensor was read beyond its end."""
     x, static = call(queries=200, keys=256, mode=mode)
     small, of = check._small_call(x, static)
     rows, columns = small.q[0].shape[2], small.k[0].shape[2]
@@ -269,7 +269,7 @@ def test_the_portable_kernels_need_no_others(tmp_path):
 
 
 def plain_forward(x, p, ready, out, low, lse):
-    """What the kernel of the forward gives, of softmax without a filter."""
+    """Softmax without a filter by this forward kernel."""
     scores = x.q[0].float() @ x.k[0].float().mT * p.static.slots[0].number
     out.copy_(scores.softmax(-1) @ x.v.float())
     lse.copy_(scores.logsumexp(-1))

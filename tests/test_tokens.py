@@ -321,16 +321,16 @@ def test_other_files_are_refused_and_nothing_in_them_runs(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: mn.TokenKernels(5, 4), "size must be an odd number .* came as 4"),
-        (lambda: mn.TokenKernels(5, 0), "size must be an odd number .* came as 0"),
-        (lambda: mn.TokenKernels(0), "vocab_size must be at least 1, but came as 0"),
-        (lambda: mn.TokenKernels(5, heads=0), "heads must be at least 1, but came as 0"),
-        (lambda: mn.TokenKernels(5, layers=0), "layers must be at least 1, but came as 0"),
-        (lambda: mn.TokenKernels(5, on="q"), "on must be 'k', 'v' or 'kv', but came as 'q'"),
-        (lambda: mn.TokenKernels(5, temperature=0.0), "temperature must be .* came as 0.0"),
+        (lambda: mn.TokenKernels(5, 4), "size must be an odd number .* got 4"),
+        (lambda: mn.TokenKernels(5, 0), "size must be an odd number .* got 0"),
+        (lambda: mn.TokenKernels(0), "vocab_size must be at least 1, got 0"),
+        (lambda: mn.TokenKernels(5, heads=0), "heads must be at least 1, got 0"),
+        (lambda: mn.TokenKernels(5, layers=0), "layers must be at least 1, got 0"),
+        (lambda: mn.TokenKernels(5, on="q"), "on must be 'k', 'v' or 'kv', got 'q'"),
+        (lambda: mn.TokenKernels(5, temperature=0.0), "temperature must be .* got 0.0"),
         (lambda: mn.TokenKernels(5, boundary="right"), "one of none, left, truncate, shrink"),
         (lambda: mn.TokenKernels(5, start=float("nan")), "start must be a finite number"),
-        (lambda: make("tokens"), "tokens must be TokenKernels, but came as str"),
+        (lambda: make("tokens"), "tokens must be TokenKernels, got str"),
         (lambda: make(mn.TokenKernels(5, heads=3)), "kernels for 3 heads, but the layer has 2"),
     ],
 )  # fmt: skip
@@ -342,10 +342,10 @@ def test_arguments_that_do_not_fit_are_named(call, message):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (None, r"has token kernels and needs token_ids \[B, T\]; none came"),
+        (None, r"has token kernels and needs token_ids \[B, T\], got None"),
         (torch.tensor([[1, VOCAB, 2]]), f"token id {VOCAB} is outside the vocabulary of {VOCAB}"),
         (torch.tensor([[1, -1, 2]]), "token id -1 is outside the vocabulary"),
-        (torch.tensor([1, 2, 3]), r"token_ids must be \[B, T\], but came as \[3\]"),
+        (torch.tensor([1, 2, 3]), r"token_ids must be \[B, T\], got \[3\]"),
         (torch.tensor([[1.0, 2.0, 3.0]]), "token_ids must be whole numbers.*float32"),
         (torch.tensor([[1, 2]]), r"token_ids must be \[1, 3\], as the keys are.* \[1, 2\]"),
     ],
@@ -358,7 +358,7 @@ def test_ids_that_do_not_fit_are_named_and_the_cache_stays_as_it_was(ids, messag
     assert cache.length == 0
 
 
-def test_ids_changed_in_place_are_looked_at_again():
+def test_ids_changed_in_place_are_checked_again():
     layer, (x, ids) = make(mn.TokenKernels(VOCAB)), draw()
     layer(x, token_ids=ids)
     ids[0, 0] = VOCAB

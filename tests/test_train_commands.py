@@ -29,7 +29,7 @@ def invoke(tmp_path, tmp_path_factory, monkeypatch):
     return call
 
 
-def test_help_teaches():
+def test_help_has_examples():
     for task in ("lm", "translation", "vision"):
         done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [task, "--help"])
         assert done.exit_code == 0
@@ -92,13 +92,13 @@ def test_there_must_be_a_run_to_go_on_with(invoke):
         (["--kernel", "__import__('os')"], "__import__"),
         (["--time", "soon"], "time must be such as 90s"),
         (["--option", "memory"], "an option must be NAME=VALUE"),
-        (["--resume"], "--resume needs the folder of the run"),
+        (["--resume"], "--resume needs --output, the folder of the run"),
         (["--data", "no/such/file.txt"], "no/such/file.txt"),
         (["--fsdp"], "fsdp needs several processes: torchrun"),
         (["--steps", "0"], "steps must be a whole number from 1 on"),
     ],
 )
-def test_mistakes_are_said_in_one_line(arguments, message, invoke):
+def test_mistakes_give_a_one_line_error(arguments, message, invoke):
     done = invoke("lm", *SMALL, *arguments)
     assert done.exit_code == 2, done.output
     assert message in done.output
@@ -141,11 +141,11 @@ def test_a_terminal_gets_one_line_and_a_pipe_a_few():
     assert duration(3 * 3600 + 61) == "3:01:01"
 
 
-def test_a_full_gpu_is_said_in_one_sentence(invoke, monkeypatch):
+def test_a_full_gpu_gives_a_one_line_error(invoke, monkeypatch):
     def fails(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(train, "run", fails)
     done = invoke("lm", *SMALL)
     assert done.exit_code == 1
-    assert "the GPU has no room for this: take more --accumulate" in done.output
+    assert "the GPU is out of memory: use more --accumulate" in done.output

@@ -32,7 +32,7 @@ WATCH = ["--log-every", "1", "--eval-every", "8", "--save-every", "3", "--eval-i
 
 
 def command(arguments, log, pause, limit):
-    """The command in a process of its own, each step a bit slower than it would be."""
+    """The command in another process, with slower steps."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -108,7 +108,7 @@ def curve(folder, key="loss"):
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-def test_a_run_survives_everything_to_the_same_bits(common, undisturbed, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bits(common, undisturbed, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     again = ["--output", str(folder), "--resume"]
 
@@ -146,7 +146,7 @@ def test_a_run_survives_everything_to_the_same_bits(common, undisturbed, tmp_pat
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
-def test_a_full_disk_is_said_and_loses_nothing(common, tmp_path):
+def test_a_full_disk_gives_an_error_and_loses_nothing(common, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     process = start([*common, "--output", str(folder)], log, limit=100_000)
     assert finish(process) == 1

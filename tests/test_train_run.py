@@ -55,7 +55,7 @@ def test_a_tiny_model_learns_in_seconds(small):
     assert all("bits_per_byte" in p.metrics for p in seen if p.metrics)
 
 
-def test_evaluations_that_take_long_are_rare_unless_they_are_asked_for(small, monkeypatch):
+def test_slow_evaluations_are_rare_unless_eval_every_is_given(small, monkeypatch):
     task = TASKS["lm"]
     evaluate = task.evaluate
 
@@ -72,7 +72,7 @@ def test_evaluations_that_take_long_are_rare_unless_they_are_asked_for(small, mo
 
 @pytest.mark.parametrize("name", mc.systems.SYSTEMS)
 def test_every_system_trains_all_its_parameters(name, small, monkeypatch):
-    """What gets no gradient would stall several processes."""
+    """A parameter without a gradient would make several processes hang."""
     idle = []
     clip = trainers.KernelTrainer._clip_grad_norm
 
@@ -166,7 +166,7 @@ def test_the_parts_of_a_step_add_up(small):
 
 
 def test_a_compiled_run_is_the_same_run(small, monkeypatch):
-    """Captured by dynamo and run as it is: what inductor makes of it is not ours to test."""
+    """Captured by dynamo and run without inductor, which is not ours to test."""
     graphs = []
 
     def backend(graph, inputs):
@@ -202,7 +202,7 @@ def test_rates_warm_up_and_fall_as_a_cosine(warmup, small):
     )
 
 
-def test_bandwidths_and_token_kernels_have_rates_of_their_own(small, monkeypatch):
+def test_bandwidths_and_token_kernels_have_their_own_rates(small, monkeypatch):
     made = []
     create = trainers.KernelTrainer.create_optimizer
 
@@ -220,7 +220,7 @@ def test_bandwidths_and_token_kernels_have_rates_of_their_own(small, monkeypatch
     assert groups[2e-2]["weight_decay"] == groups[3e-2]["weight_decay"] == 0.0
 
 
-def test_a_folder_has_all_there_is_to_know(small, tmp_path):
+def test_the_folder_of_a_run_is_complete(small, tmp_path):
     pytest.importorskip("tensorboard")
     folder = tmp_path / "run"
     result = run(Settings(**small, output=str(folder), tensorboard=True, system="kundu2026"))
@@ -250,7 +250,7 @@ def test_a_folder_has_all_there_is_to_know(small, tmp_path):
         assert any(name.endswith("log_bandwidth/exp_avg") for name in f.keys())  # noqa: SIM118
 
 
-def test_the_judgement_of_text_is_exact(small):
+def test_the_evaluation_of_text_is_exact(small):
     """Blocks, sliding windows and memory, each against a sum written by hand."""
     settings = Settings(**{**small, "eval_items": 150}, system="dai2019").resolve()
     task = TASKS["lm"](settings)

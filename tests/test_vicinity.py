@@ -404,20 +404,20 @@ TAPS = torch.randn(2, 6, 1, 3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"boundary": "right"}, "one of none, left, truncate, shrink, but came as 'right'"),
+        ({"boundary": "right"}, "one of none, left, truncate, shrink, got 'right'"),
         ({"normalize": 0.0}, "normalize must be None or a positive finite number.* 0.0"),
         ({"normalize": math.nan}, "normalize must be .* nan"),
-        ({"value_taps": TAPS[..., :2]}, "value_taps must have an odd number of taps.* with 2"),
-        ({"key_taps": TAPS[..., :2]}, "key_taps must have an odd number of taps.* with 2"),
+        ({"value_taps": TAPS[..., :2]}, "value_taps must have an odd number of taps, got 2"),
+        ({"key_taps": TAPS[..., :2]}, "key_taps must have an odd number of taps, got 2"),
         ({"value_taps": TAPS[:, :5]}, r"value_taps must be \[2, 6, 1 or 4, S\].* \[2, 5, 1, 3\]"),
         ({"value_taps": TAPS[0]}, r"value_taps must be numbers \[B, K, H or 1, S\].* \[6, 1, 3\]"),
         ({"value_taps": TAPS.long()}, r"value_taps must be numbers"),
-        ({"key_taps": [1.0]}, "key_taps must be numbers .* came as list"),
-        ({"key_taps": TAPS.expand(2, 6, 3, 3)}, r"key_taps must be .* came as \[2, 6, 3, 3\]"),
-        ({"key_taps": torch.cat([TAPS, TAPS])}, r"key_taps must be .* came as \[4, 6, 1, 3\]"),
+        ({"key_taps": [1.0]}, "key_taps must be numbers .* got list"),
+        ({"key_taps": TAPS.expand(2, 6, 3, 3)}, r"key_taps must be .* got \[2, 6, 3, 3\]"),
+        ({"key_taps": torch.cat([TAPS, TAPS])}, r"key_taps must be .* got \[4, 6, 1, 3\]"),
         ({"key_taps": TAPS.to("meta")}, "key_taps must be on cpu, but is on meta"),
     ],
 )
-def test_what_came_and_what_was_expected(options, message):
+def test_errors_say_what_was_expected_and_given(options, message):
     with pytest.raises(ValueError, match=message):
         mc.vicinity(X, X, X, **options)

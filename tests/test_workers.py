@@ -15,7 +15,7 @@ from mercer.kernels import Linear
 
 
 def act(do: str, number: int = 0) -> str:
-    """What a worker of these tests does."""
+    """The job of a worker in these tests."""
     if do == "abort":
         os.abort()
     if do == "hang":
@@ -83,12 +83,12 @@ def test_every_registered_kernel_and_filter_is_there():
 
 
 def parts(whole, name):
-    """What it is composed of, and itself."""
+    """The kernel or filter, and its members."""
     return [whole, *(x for part in getattr(whole, name, ()) for x in parts(part, name))]
 
 
 def changed(monkeypatch, change):
-    """What SDPA gives is not what it gave."""
+    """SDPA gives a different result in each run."""
     run = matrix.Case.run
 
     def other(self, backend, **more):
@@ -115,5 +115,5 @@ def test_a_configuration_is_checked(log_mass, monkeypatch):
 def test_other_bits_are_noticed(monkeypatch):
     draws = iter(range(100))
     changed(monkeypatch, lambda x: x + 1e-6 * next(draws))
-    with pytest.raises(AssertionError, match="other bits"):
+    with pytest.raises(AssertionError, match="differs in bits"):
         matrix.check(**CALL)

@@ -1,4 +1,4 @@
-"""What would run, and why: the formula, its terms, what cancelled, every refusal."""
+"""`explain`: the formula, its terms, what cancels, the backend, and why others do not run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def explain(
     dropout_p: float = 0.0,
     return_log_mass: bool = False,
 ) -> Explanation:
-    """Which backend `smooth` would run with these arguments, what the kernel became, and why."""
+    """Which backend `smooth` would run with these arguments, why, and how the kernel lowers."""
     problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
     tasks = problem.tasks()
     choice = dispatch.choose(tasks, backend)

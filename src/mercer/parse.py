@@ -1,8 +1,8 @@
 """Kernels, positions and filters from text, such as `RBF(2.0) * Exponential(on="position")`.
 
 The grammar is calls of known names with literal arguments, joined by + and * (kernels) or & and |
-(filters). Text is read as a syntax tree and never evaluated: what is not in the grammar is refused
-by name.
+(filters). Text is parsed to a syntax tree and never evaluated. Errors name the part that is not in
+the grammar.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def filter(text: str) -> Filter:
 def _read(text: str, what: str, kind: type[T], names: Names, inner: Names, operators: str) -> T:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
-            f"{what} must be text such as {_example(what)}, but came as "
+            f"{what} must be text such as {_example(what)}, got "
             f"{text!r}"
         )  # fmt: skip
     if len(text) > LONGEST:
         raise ValueError(
-            f"{what} must be at most {LONGEST} characters, but came with {len(text)}"
+            f"{what} must be at most {LONGEST} characters, got {len(text)}"
         )  # fmt: skip
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -76,7 +76,7 @@ def _read(text: str, what: str, kind: type[T], names: Names, inner: Names, opera
 
 
 class _Reader:
-    """From a syntax tree to an object, by the grammar alone."""
+    """Builds an object from a syntax tree."""
 
     def __init__(
         self, text: str, what: str, kind: type, names: Names, inner: Names, operators: str
@@ -85,7 +85,7 @@ class _Reader:
         self.names, self.inner, self.operators = names, inner, operators
 
     def build(self, node: ast.expr) -> Any:
-        """What the tree stands for, joined by the operators of this grammar."""
+        """The object of a tree."""
         match node:
             case ast.BinOp(left=left, op=op, right=right):
                 sign, join = OPERATORS.get(type(op), ("", None))

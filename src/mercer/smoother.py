@@ -3,7 +3,7 @@
     out_i = sum_{j in M(i)} w(q_i, k_j) v_j / sum_{j in M(i)} w(q_i, k_j)
     log_mass_i = log of the denominator
 
-w is a kernel, M a filter. `reference` is this formula, dense. It specifies everything else.
+w is a kernel, M a filter. `reference` is this formula, dense: the specification of all backends.
 `smooth` gives the same numbers from the fastest backend that takes the kernel. A row that sees
 nothing gives 0 and log_mass = -inf. NaN or infinity in an input gives NaN in the rows that see it,
 and nowhere else. The last query is aligned with the last key.
@@ -63,8 +63,8 @@ def smooth(
             that divide H (grouped queries).
         v: [B, H, K, V].
         filter: which keys a query sees.
-        backend: "auto", or a name; a named backend runs or raises with its reason.
-        dropout_p: the share of weights that is dropped, the others growing to make up for it.
+        backend: "auto", or a name; a named backend runs, or raises with its reason.
+        dropout_p: the share of weights that is dropped; the others are scaled by 1 / (1 - p).
         return_log_mass: also return the log of the denominator, [B, H, Q], in float32 or float64;
             for a signed kernel, of its absolute value.
     """
@@ -73,7 +73,7 @@ def smooth(
 
 
 def finish(problem: Problem, run: Callable[[], Smoothed]) -> Tensor | tuple[Tensor, Tensor]:
-    """What the user gets from `run`: the output, and log_mass where it was asked for."""
+    """The user's result from that of `run`: the output, and log_mass if wanted."""
     if not torch.is_autocast_enabled(problem.v.device.type):
         result = run()
     else:
@@ -114,9 +114,9 @@ def reference(problem: Problem) -> Smoothed:
 
 
 def solve(problem: Problem, backend: str) -> Smoothed:
-    """A checked call on the named backend, or on what the rules say."""
+    """Run a checked call on the named backend, or on the one the rules choose."""
     if backend != "reference":
-        # All terms drop the same weights, so that dropout acts on their sum.
+        # One seed for all terms, so that dropout acts on the weights of their sum.
         seed = torch.randint(2**62, ()) if problem.dropout_p else None
         tasks = problem.tasks(seed)
         choice = dispatch.choose(tasks, backend)

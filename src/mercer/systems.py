@@ -1,7 +1,7 @@
 """The systems of the papers, each as its four parts.
 
-A system is one entry: what the table says of it, and how to build it. Options of `build` override
-any argument of `nn.KernelAttention`, or of the layer that the system is.
+A system is one entry: its row in the table, and its builder. Options of `build` override any
+argument of the layer: `nn.KernelAttention`, or `nn.GaussianAttention` for kundu2026.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Builder = Callable[..., Attention]
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What the table says of a system, and its builder."""
+    """The table's row of a system, and its builder."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ class System:
     value: str
     filter: str
     builder: Builder
-    # The layer is a GaussianAttention: no projections, no cross-attention, and places by rotation.
+    # The layer is a GaussianAttention: no projections, no cross-attention, rotary positions.
     gaussian: bool = False
     # It has token kernels, on a base system.
     token_kernels: bool = False
@@ -137,7 +137,7 @@ def child2019(
 ) -> KernelAttention:
     """Sparse Transformer."""
     if pattern not in ("strided", "fixed"):
-        raise ValueError(f"pattern must be 'strided' or 'fixed', but came as {pattern!r}")
+        raise ValueError(f"pattern must be 'strided' or 'fixed', got {pattern!r}")
     filter: Filter = Strided(stride) if pattern == "strided" else Fixed(stride, summary)
     position = DirectSum(Learned(max_length))
     return _attention(
@@ -236,7 +236,7 @@ def leng2026(
     builder = find(base).builder
     if is_gaussian(base) or has_token_kernels(base):
         raise ValueError(
-            f"the base of leng2026 must be another system with keys of its own, not {base!r}"
+            f"the base of leng2026 must be another system with projections, not {base!r}"
         )
     tokens = TokenKernels(vocab_size) if tokens is None else tokens
     attention = builder(d_model, num_heads, tokens=tokens, **options)
@@ -262,12 +262,12 @@ def find(name: str) -> System:
 
 
 def is_gaussian(name: str | None) -> bool:
-    """Whether a name is of a system whose layer is a GaussianAttention."""
+    """Whether the layer of this system is a GaussianAttention."""
     return name in SYSTEMS and SYSTEMS[name].gaussian
 
 
 def has_token_kernels(name: str | None) -> bool:
-    """Whether a name is of a system with token kernels."""
+    """Whether this system has token kernels."""
     return name in SYSTEMS and SYSTEMS[name].token_kernels
 
 
@@ -327,7 +327,7 @@ def example(
     """How the attention would run on an input of this shape, without computing it."""
     attention = attention.to(device=device, dtype=dtype)
     with torch.no_grad():
-        # One place, then as many as asked for without copying it: only shapes matter.
+        # One place, expanded without copies: only shapes matter.
         one = torch.zeros(1, 1, attention.d_model, dtype=dtype, device=device)
         q, k, v, filter = attention.parts(one)
         q, k = (

@@ -1,4 +1,4 @@
-"""Backends: each runs the terms of a call, or says why it does not.
+"""Backends: each runs the terms of a call, or says why it cannot.
 
 A backend is a module that offers what `Backend` lists; dispatch/choose.py has one line for each.
 """
@@ -20,7 +20,7 @@ from .triton import filters as _clauses
 
 
 class Backend(Protocol):
-    """What the module of a backend offers."""
+    """The protocol of a backend module."""
 
     name: str
     dense_mask: bool  # whether it forms the filter as a dense mask, where that hides a key
@@ -54,7 +54,7 @@ class Task:
     dropout_p: float = 0.0
     seed: Tensor | None = None
     log_mass: bool = False
-    # What was not finite, now zero; both are None where nothing had to be looked for.
+    # Places that were not finite and are now zero; None if inputs were not checked.
     bad_queries: Tensor | None = None  # [B or 1, H, Q]
     bad_keys: Tensor | None = None  # [B or 1, H, K]
 
@@ -64,7 +64,7 @@ class Task:
 
     @property
     def learns(self) -> bool:
-        """Whether the call has a gradient to pass on. To ask forms no tensor."""
+        """Whether the call has a backward. Forms no tensor."""
         return needs_gradient(self.v) or self.term.learned
 
     @property
@@ -73,7 +73,7 @@ class Task:
 
     @property
     def mask_elements(self) -> int:
-        """How large its filter is as a dense mask for SDPA, 0 if SDPA needs none."""
+        """Elements of the filter's dense mask for SDPA; 0 if SDPA needs none."""
         return self.filter.mask_elements(self.num_queries, self.num_keys)
 
     @property

@@ -22,7 +22,7 @@ from . import Task
 
 name = "sdpa"
 dense_mask = True
-# The parts of a and b whose product is a b to three times the dtype's precision.
+# Which parts of a and b to multiply for a product of three times the dtype's precision.
 PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
 # float16 ends at 65504; shifted by this, squared norms up to 1e7 fit.
 FLOAT16_SHIFT = 256.0
@@ -36,13 +36,13 @@ def refuses(task: Task) -> str | None:
     if term.biases:
         return "its relative table would need a dense [Q, K] bias"
     if 0 in (task.batch, task.num_queries, task.num_keys):
-        return "there is nothing to smooth: an empty batch or sequence"
+        return "the batch or the sequence is empty"
     if task.dropout_p and device == "cpu":
-        return "on CPU it drops weights only in a dense form"
+        return "on CPU it supports dropout only in a dense form"
     if accumulator(task.v.dtype) != task.v.dtype and _learns_scale(term):
-        return "in half precision it would blur the gradient of a learned scale"
+        return "in half precision the gradient of a learned scale would be inaccurate"
     if task.log_mass and device != "cpu":
-        return f"it gives no log_mass on {device}"
+        return f"it returns no log_mass on {device}"
     return None
 
 
@@ -108,7 +108,7 @@ def _run(task: Task) -> Smoothed:
 
 
 def _is_plain(term: Term) -> bool:
-    """Whether the term is SDPA's own: one factor, one number for a scale, nothing per key."""
+    """Whether the term is plain attention: one factor, a number as scale, nothing per key."""
     if len(term.factors) != 1:
         return False
     factor = term.factors[0]
@@ -116,7 +116,7 @@ def _is_plain(term: Term) -> bool:
 
 
 def _learns_scale(term: Term) -> bool:
-    # Its gradient is a sum of large numbers that cancel; flash attention has them rounded.
+    # Its gradient is a sum of large numbers that cancel, and flash attention rounds them.
     return any(f.learned.scale for f in term.factors if f.keyed)
 
 
@@ -139,7 +139,7 @@ def _lift(term: Term, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
     queries: list[Tensor] = []
     keys: list[Tensor] = []
     for f in term.factors:
-        # One rounding: the scale meets the features in the wider dtype.
+        # Round once: multiply by the scale in the wider dtype.
         q = f.q.to(wide)
         q = q if not isinstance(f.scale, Tensor) and f.scale == 1.0 else q * f.scale
         queries.append(q.to(dtype))

@@ -1,4 +1,4 @@
-"""The kernels and filters that `mercer bench` knows by name: the registry, and two compositions."""
+"""The kernels and filters of `mercer bench` by name: the registry, and two compositions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Measured:
 
 
 def _kernels() -> dict[str, Measured]:
-    """By kind, in the order of KINDS; the first of a kind stands for it where one must."""
+    """By kind, in the order of KINDS; the first of a kind represents it."""
     # Bandwidths are near sqrt(D), where normal features lie about sqrt(2 D) apart.
     found = {
         "product": Measured("several", lambda h, d: Exponential() * Exponential(on="position")),
@@ -62,14 +62,14 @@ def build_filter(text: str, shrink: float = 1.0) -> Filter:
     try:
         given = [int(number) for number in numbers]
     except ValueError:
-        raise ValueError(f"--filter {text!r} must have whole numbers after {name}") from None
+        raise ValueError(f"--filter {text!r} needs whole numbers after {name}") from None
     given = [max(1, round(n / shrink)) if n > 0 else n for n in given]
     return cls(*given, *defaults[len(given) :])
 
 
 def _wrong(text: str) -> ValueError:
     *others, last = [_usage(name, cls) for name, cls in FILTERS.items()]
-    return ValueError(f"--filter must be {', '.join(others)} or {last}, but came as {text!r}")
+    return ValueError(f"--filter must be {', '.join(others)} or {last}, got {text!r}")
 
 
 def _usage(name: str, cls: type[Filter]) -> str:

@@ -1,9 +1,9 @@
-"""Is a result right? Nothing that is not gets a time.
+"""Check results: a wrong result gets no time.
 
-The error budget is that of `mercer.testing`: on a short stretch, the error against float64 may be
+The error budget is that of `mercer.testing`: on a short sequence, the error against float64 may be
 twice that of the dense formula in the same dtype, plus rounding. It covers the output and, unless
-only the forward is timed, the gradients of q, k, v and of the kernel's parameters. On a GPU, where
-this library has kernels for many keys alone, a longer stretch follows.
+only the forward is timed, the gradients of q, k, v and of the kernel's parameters. On a GPU we also
+check a longer sequence, since some kernels run only with many keys.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .contenders import Contender, Ours
 from .workload import Inputs, Workload
 
 LENGTH, HEADS, SEEDS = 256, 2, 3
-# With the filter as it is. Of as many cases: one gradient of one bandwidth, however far off, says
-# little beside the error of one other.
+# With the filter as it is. Several cases: a single gradient of a single bandwidth is too noisy to
+# judge.
 LONG = 2048
-# One query can afford more keys, so that backends which cut them up do so.
+# With one query we can afford more keys, so that backends which split keys do so.
 DECODE_LENGTH = 4096
 
 
@@ -52,9 +52,9 @@ class Error:
 
 
 def check(contender: Contender, workload: Workload, *, forward_only: bool) -> str | None:
-    """How wrong the contender is, or None."""
+    """The error of the contender in words, or None."""
     length = min(workload.length, DECODE_LENGTH if workload.decode else LENGTH)
-    # At least one group of heads that share their keys.
+    # At least one group of heads that share keys.
     kv_heads = min(workload.kv_heads, max(1, HEADS // workload.group))
     heads = kv_heads * workload.group
     filter = workload.build_filter(length)
@@ -68,7 +68,7 @@ def check(contender: Contender, workload: Workload, *, forward_only: bool) -> st
 
 
 def _has_more(contender: Contender, workload: Workload) -> bool:
-    """Whether other kernels may run where there are more keys."""
+    """Whether other kernels may run with more keys."""
     long = workload.length >= LONG and not workload.decode
     return long and isinstance(contender, Ours) and workload.device.type == "cuda"
 
@@ -77,7 +77,7 @@ def _check(
     contender: Contender, workload: Workload, forward_only: bool, shape: Shape, seeds: int,
     filter: Filter, precise: Callable[[Inputs], Tensor],
 ) -> str | None:  # fmt: skip
-    """How wrong it is on so many cases; `precise` says what is right."""
+    """The error over several cases, in words, or None; `precise` is the float64 result."""
     kernel = build_kernel(contender.kernel, shape.heads, workload.dim).to(workload.device)
     device = str(workload.device)
     sums: dict[str, Error] = {}
@@ -85,7 +85,7 @@ def _check(
     for seed in range(seeds):
         case = Case(kernel, filter, shape, workload.dim, seed, workload.dtype, device)
         narrow = Inputs(kernel, *case.inputs(), filter)
-        # The same numbers in float64: what is rounded at the start is nobody's error.
+        # The same inputs in float64: rounding of the inputs is not an error.
         wide = Inputs(double(kernel), *case.inputs(wide=True), filter)
         rounding = max(rounding, rounding_of(case))
         gather = partial(_results, _steer(case), forward_only, contender.trains)
@@ -96,7 +96,7 @@ def _check(
 
 
 def _steer(case: Case) -> Tensor:
-    """The gradient that comes back to the output, [B, H, Q, V]."""
+    """The gradient of the output, [B, H, Q, V]."""
     shape = (case.shape.batch, case.shape.heads, case.shape.queries, case.shape.values)
     generator = torch.Generator().manual_seed(case.seed + 1)
     return torch.randn(shape, generator=generator).to(case.dtype).to(case.device)
@@ -125,7 +125,7 @@ def _results(
 
 
 def _worst(sums: dict[str, Error], rounding: float) -> str | None:
-    """What is furthest over its budget, in words."""
+    """The largest excess over its budget, in words."""
     worst, said = 1.0, None
     for name, error in sums.items():
         got, budget = error.budget(rounding)

@@ -1,4 +1,4 @@
-"""Time and memory of a call: the median of repeats, after it is warm."""
+"""Time and memory of a call: the median of repeats, after warm-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Seconds of warm-up on an accelerator, whose clocks rise under load, and of all repeats together.
+# Seconds of warm-up on a GPU, whose clocks rise under load, and of all repeats together.
 WARM, TOTAL = 0.2, 1.0
 FEWEST, MOST = 3, 30
 
@@ -33,7 +33,7 @@ class Clock:
         return statistics.median(times)
 
     def peak(self, run: Callable[[], object]) -> int | None:
-        """Bytes that a call holds at most beyond what was there; not known on a CPU."""
+        """Peak bytes of a call beyond those allocated before it; None on a CPU."""
         if not self._cuda:
             return None
         self._wait()
@@ -65,7 +65,7 @@ class Clock:
         return spent / calls
 
     def _captured(self, run: Callable[[], object]) -> Callable[[], object]:
-        """The launches of a call, to be replayed without what a call costs the host."""
+        """The launches of a call as a CUDA graph, replayed without host overhead."""
         with torch.cuda.device(self.device):
             graph = torch.cuda.CUDAGraph()
             side = torch.cuda.Stream()
@@ -78,8 +78,8 @@ class Clock:
         return graph.replay
 
     def _events(self, run: Callable[[], object], repeats: int) -> list[float]:
-        # Calls are queued one behind the other, so that what a call costs the host shows only
-        # where the device has to wait for it.
+        # Calls are queued back to back, so host overhead shows only if the device waits for the
+        # host.
         with torch.cuda.device(self.device):
             pairs = [
                 (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))

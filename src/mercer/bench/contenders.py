@@ -1,4 +1,4 @@
-"""Who runs: this library on one of its backends, or a peer."""
+"""The contenders: this library on one of its backends, or a peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Contender:
     name: str
     kernel: str
     backend: str = ""
-    # Whether it gives the kernel's parameters their gradients, too.
+    # Whether it computes gradients of the kernel's parameters, too.
     trains: bool = True
     # Whether keys may have fewer heads than queries.
     groups: bool = True
@@ -28,17 +28,17 @@ class Contender:
         raise NotImplementedError(f"{type(self).__name__} must define smooth(given)")
 
     def exact(self, given: Inputs) -> Tensor:
-        """What `smooth` should give, dense: the check runs it in float64 and in the dtype."""
+        """The dense formula of `smooth`: the check runs it in float64 and in the dtype."""
         return smooth(
             given.kernel, given.q, given.k, given.v, filter=given.filter, backend="reference"
         )
 
     def precise(self, given: Inputs) -> Tensor:
-        """The same in float64, of more keys than would do dense."""
+        """The same in float64, for more keys than a dense matrix allows."""
         return self.exact(given)
 
     def settle(self, given: Inputs, *, forward_only: bool) -> dict[Contender, bool]:
-        """What would run here, each to be checked, and whether forward only.
+        """The contenders to check, each with whether it is forward only.
 
         Raises ValueError with a refusal.
         """
@@ -46,7 +46,7 @@ class Contender:
 
 
 class Peer(Contender):
-    """Another way to the same result."""
+    """Another implementation of the same formula."""
 
     key: str
     trains = False
@@ -79,7 +79,7 @@ class Ours(Contender):
         )
 
     def settle(self, given: Inputs, *, forward_only: bool) -> dict[Contender, bool]:
-        # `auto` may choose one backend to infer with and another to train with.
+        # `auto` may choose different backends for inference and training.
         settled: dict[Contender, bool] = {}
         for training in (False,) if forward_only else (False, True):
             with torch.set_grad_enabled(training):
@@ -98,11 +98,11 @@ class Ours(Contender):
 
 
 def refuse_to_swap(needed: int) -> None:
-    """Raise where a CPU's memory would not do: there, no error would say so."""
+    """Raise ValueError if a CPU's memory is too small: it would swap without an error."""
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
         return
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there / 2:
         raise ValueError(
-            f"it would need {needed / 2**30:.0f} GiB, and there are {there / 2**30:.0f} GiB in all"
+            f"it would need {needed / 2**30:.0f} GiB, but this machine has {there / 2**30:.0f} GiB"
         )

@@ -1,4 +1,4 @@
-"""Where and with what a run was made."""
+"""The machine and versions of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def slug(text: str) -> str:
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """Device, versions, commit and date; what is not there is None."""
+    """Device, versions, commit and date; None for what is missing."""
     cuda = device.type == "cuda"
     return {
         "device": device_name(device),
@@ -49,9 +49,9 @@ def describe(device: torch.device) -> dict[str, object]:
 
 
 def commit() -> str:
-    """The commit that this code is of, marked where files differ from it."""
+    """The commit of this code, marked if files differ from it."""
     here = str(Path(__file__).parent)
-    # An installed copy may lie inside a checkout of something else.
+    # An installed copy may be inside a checkout of another project.
     if _output("git", "-C", here, "ls-files", "--error-unmatch", "../__init__.py") is None:
         return UNKNOWN
     found = _output("git", "-C", here, "rev-parse", "--short=12", "HEAD")
@@ -82,7 +82,7 @@ def _installed(package: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a program prints, or None where it is not there or fails."""
+    """The output of a program, or None if it is missing or fails."""
     try:
         done = subprocess.run(
             command,

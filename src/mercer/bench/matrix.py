@@ -1,7 +1,7 @@
 """Every kernel with every filter: forward and backward against float64, and three equal runs.
 
-A configuration is one call. `configurations` lists them, what is most likely to break first:
-those that compile the same code are few.
+A configuration is one call. `configurations` lists those most likely to fail first. Few of them
+compile the same code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _many(heads: int, dim: int) -> Kernel:
     return Exponential() * Lookup(normal(9, dim)) * Buckets(normal(8, heads)) * ALiBi(slopes)
 
 
-# Those of the benchmark, and what compiles code that they do not.
+# The benchmark's kernels, and others that compile different code.
 KERNELS: dict[str, Callable[[int, int], Kernel]] = {
     **{name: entry.build for name, entry in catalogue.KERNELS.items()},
     "rbf-fixed": lambda h, d: RBF(d**0.5, trainable=False),
@@ -78,7 +78,7 @@ WIDE = (
 
 
 def _documents(length: int) -> Documents:
-    """Documents of uneven lengths, others in each sequence."""
+    """Documents of uneven lengths, different in each sequence."""
     places = torch.arange(length)
     return Documents(torch.stack([(places * 3 // 400), (places + 130) * 2 // 700]))
 
@@ -109,7 +109,7 @@ FEW = ("causal", "window", "documents")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One call: its kernel, filter and sizes; `log_mass`: whether it is asked for, too."""
+    """One call: its kernel, filter and sizes; `log_mass`: whether it is returned, too."""
 
     kernel: str
     filter: str
@@ -161,7 +161,7 @@ def check(
     kernel: str, filter: str, dim: int, kv_heads: int, dtype: str, log_mass: bool, length: int,
     backend: str, device: str,
 ) -> str:  # fmt: skip
-    """ "passed" or "refused: why"; raises AssertionError with what is wrong."""
+    """ "passed" or "refused: why"; raises AssertionError with the failure."""
     torch.set_num_threads(1)
     config = Configuration(kernel, filter, dim, kv_heads, dtype, log_mass, length, backend)
     case = _case(config, device)
@@ -173,7 +173,7 @@ def check(
         again = _run(case, backend, log_mass, fill=float(n))
         for name, x in again.items():
             same = torch.equal(first[name].nan_to_num(1e30), x.nan_to_num(1e30))
-            assert same, f"run {n + 1} gives other bits in {name}"
+            assert same, f"run {n + 1} differs in bits of {name}"
     _check_errors(case, backend, log_mass, first)
     return "passed"
 
@@ -197,7 +197,7 @@ def _refusal(case: Case, backend: str) -> str | None:
 
 
 def _run(case: Case, backend: str, log_mass: bool, fill: float) -> dict[str, Tensor]:
-    """One run, in memory that held this number before: nothing may read what it did not write."""
+    """One run, in memory filled with this number: kernels must not read what they did not write."""
     if case.device != "cpu":
         torch.cuda.empty_cache()
         held = [torch.full((size,), fill, device=case.device) for size in (2**25, *[2**14] * 64)]
@@ -211,9 +211,8 @@ def _run(case: Case, backend: str, log_mass: bool, fill: float) -> dict[str, Ten
 def _check_errors(case: Case, backend: str, log_mass: bool, first: dict[str, Tensor]) -> None:
     """The budget of `mercer.testing`: twice the plain backend's error, plus rounding.
 
-    Where one draw is over its budget, the dense formula's error in this dtype counts if it is
-    larger, and more draws are judged together: a gradient of one number may be near zero by
-    accident.
+    If one draw is over its budget, the dense formula's error in this dtype counts if it is larger,
+    and more draws are checked together: a scalar gradient may be near zero by accident.
     """
     sums: dict[str, list[float]] = {}
     over: list[str] = []
@@ -241,13 +240,16 @@ def _check_errors(case: Case, backend: str, log_mass: bool, first: dict[str, Ten
 
 
 def _over(sums: dict[str, list[float]], rounding: float) -> list[str]:
-    """What is over its budget, in words."""
+    """The results over their budget, in words."""
     said = []
     for name, squares in sums.items():
         error, usual, size = (math.sqrt(x) for x in squares)
         budget = 2 * usual + rounding * size
         if not error <= budget:
-            said.append(f"{name} is off by {error:.2e}, more than {budget:.2e}")
+            share = f"{error / size:.1e}" if size else "infinity"
+            said.append(
+                f"{name} is off by {error:.2e}, more than {budget:.2e} (relative error {share})"
+            )
     return said
 
 

@@ -1,11 +1,11 @@
-"""Read this first: how a row of `mercer bench` comes about.
+"""Read this first: how `mercer bench` measures a row.
 
-For each shape: softmax attention by torch's own operator, the yardstick, which is the fastest of
-its forms; then every kernel on every backend; then the other peers. A row is checked, then timed.
-What goes wrong with a row is said in it, and the next one runs.
+For each shape we measure softmax attention by torch's own operator, whose fastest backend is the
+yardstick; then every kernel on every backend; then the other peers. A row is checked, then timed.
+A row that fails says why, and the next one runs.
 
 Floating-point operations are those of softmax attention on the same shape and filter, whatever the
-row computes: 4 D a visible pair forward, 2.5 times that backward. So rates compare as times do.
+row computes: 4 D a visible pair forward, 2.5 times that backward. So rates compare like times.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .workload import BACKWARD, Inputs, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was measured of one contender on one shape, or why it was not."""
+    """The measurement of one contender on one shape, or why there is none."""
 
     shape: str
     name: str
     kernel: str
-    backend: str = ""  # as asked for; empty for a peer
+    backend: str = ""  # as given; empty for a peer
     ran: str = ""  # what `auto` chose
     problem: str | None = None
     forward_ms: float | None = None
@@ -76,7 +76,7 @@ class Row:
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """All rows, as they come."""
+    """Yield all rows."""
     for workload in settings.workloads:
         flops = workload.flops()
         peers = [p for p in build(settings.kernels) if p.available(workload.device) is None]
@@ -86,7 +86,7 @@ def measure(settings: Settings) -> Iterator[Row]:
                 if isinstance(peer, SDPA):
                     yardsticks.append(measure_row(peer, workload, settings, flops))
         finally:
-            # They wait for the fastest of them; an interrupt does not lose those that are there.
+            # Yardsticks wait until the fastest is known; an interrupt still yields those measured.
             yield from [row.beside(yardsticks) for row in yardsticks]
         ours = [Ours(kernel, b) for kernel in settings.kernels for b in settings.backends]
         others = [p for p in peers if p.key in settings.peers and not isinstance(p, SDPA)]
@@ -95,7 +95,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def measure_row(contender: Contender, workload: Workload, settings: Settings, flops: float) -> Row:
-    """One contender on one shape; never raises for what goes wrong with it."""
+    """Measure one contender on one shape; failures become part of the row."""
     row = Row(
         shape=str(workload),
         name=contender.name,
@@ -107,16 +107,16 @@ def measure_row(contender: Contender, workload: Workload, settings: Settings, fl
     except torch.OutOfMemoryError:
         row = replace(row, problem="out of memory")
     except ValueError as error:
-        # The row says already which backend it is.
+        # The row already names the backend.
         reason = _first_line(error).removeprefix(f"backend {row.backend!r} cannot run this: ")
         row = replace(row, problem=f"refuses: {reason}")
-    # Compilers, drivers and other libraries raise what they like, and the next row may still run.
+    # Compilers, drivers and other libraries raise anything, and the next row may still run.
     except Exception as error:
         memory = "can't allocate memory" in str(error)
         said = "out of memory" if memory else f"fails: {type(error).__name__}: {_first_line(error)}"
         row = replace(row, problem=said)
     if workload.device.type == "cuda":
-        # What a failed row held is not to be missing in the next.
+        # Free the memory of a failed row for the next one.
         gc.collect()
         torch.cuda.empty_cache()
     return row
@@ -127,7 +127,7 @@ def _measured(
 ) -> Row:
     forward_only = settings.forward_only
     if workload.group > 1 and not contender.groups:
-        raise ValueError("it needs as many heads of keys as of queries")
+        raise ValueError("it needs as many key heads as query heads")
     given = workload.inputs(contender.kernel)
     settled = contender.settle(given, forward_only=forward_only)
     row = replace(row, ran=" / ".join(each.backend for each in settled))
@@ -151,7 +151,7 @@ def _measured(
     steer = _steer(given, workload)
 
     def both() -> None:
-        # Gradients are returned, not gathered, so there is none to clear between runs.
+        # Gradients are returned, not accumulated, so there is nothing to clear between runs.
         torch.autograd.grad(contender.smooth(given), tensors, steer, allow_unused=True)
 
     ms = clock.median(both)

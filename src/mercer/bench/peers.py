@@ -1,7 +1,7 @@
-"""What else a user could run: torch's own attention, what one would write, other libraries.
+"""What else a user could run: torch's own attention, hand-written code, other libraries.
 
-A peer is made anew for every workload, so that masks and compiled code are made once for it and
-are no part of its time. `available` says why it cannot run on a device at all.
+A peer is built for each workload: masks and compiled code are made once and are not timed.
+`available` says why it cannot run on a device at all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SDPA(Peer):
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                # Torch says why in warnings, some of which only introduce the next one.
+                # Torch gives the reasons as warnings; some only introduce the next one.
                 why = [str(w.message).split(" (Triggered")[0] for w in said]
                 why = [text for text in why if "because:" not in text and "disabled" not in text]
                 raise ValueError(why[0] if why else str(error).splitlines()[0]) from None
@@ -79,7 +79,7 @@ class XTransformers(Peer):
 
 
 class FlashLinear(Peer):
-    """Linear attention by flash-linear-attention: not normalised, and so a formula of its own."""
+    """Linear attention by flash-linear-attention: not normalised, so it has its own formula."""
 
     key, name, kernel = "fla", "linear, flash-linear-attention", "softmax"
 
@@ -88,7 +88,9 @@ class FlashLinear(Peer):
 
     def smooth(self, given: Inputs) -> Tensor:
         if not _is_causal(given, "flash-linear-attention") or given.q.length != given.k.length:
-            raise ValueError("flash-linear-attention is causal, over whole sequences")
+            raise ValueError(
+                "flash-linear-attention supports only causal attention over whole sequences"
+            )
         run = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
         q, k, v = (x.transpose(1, 2) for x in given.plain)  # [B, T, H, D]
         out: Tensor = run(q, k, v, normalize=False)[0]
@@ -124,9 +126,9 @@ class KeOps(Peer):
 
 
 def build(kernels: Sequence[str] = SCORED) -> list[Peer]:
-    """Every peer, fresh; those of torch's own operator come first.
+    """New peers; those of torch's own operator first.
 
-    `kernels`: beside which of them FlexAttention and the eager form stand, too, a row for each.
+    `kernels`: those that FlexAttention and the eager form are built for, too.
     """
     return [
         SDPA("sdpa", ""),

@@ -1,4 +1,4 @@
-"""The rows of a run as JSON and Markdown, written anew after every row."""
+"""The rows of a run as JSON and Markdown, rewritten after every row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONVENTION = (
 
 @dataclass
 class Report:
-    """A run: how it was made, and its rows so far."""
+    """A run: its settings, its machine, and its rows so far."""
 
     settings: Settings
     skipped: dict[str, str] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class Report:
 
     @property
     def stem(self) -> Path:
-        """Where the files go, without an ending."""
+        """The path of the files, without suffix."""
         if self.settings.output is not None:
             return self.settings.output
         name = f"{slug(device_name(self.settings.device))}-{self.settings.dtype}"
         return FOLDER / (name + self.settings.suffix)
 
     def make_folder(self) -> None:
-        """Raise ValueError where nothing could be written, before anything is measured."""
+        """Raise ValueError before measuring if files cannot be written."""
         try:
             self.stem.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.stem.parent).close()
@@ -58,7 +58,7 @@ class Report:
             ) from None
 
     def save(self) -> list[Path]:
-        """Write both files, each in one step: a reader never meets half of one."""
+        """Write both files, each in one step: a reader never sees half of one."""
         texts = {".json": json.dumps(self.as_dict(), indent=2) + "\n", ".md": self.as_markdown()}
         return [write(self.stem.with_name(self.stem.name + end), t) for end, t in texts.items()]
 
@@ -123,7 +123,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def cells(row: Row) -> tuple[str, str, str, str, str]:
-    """The figures of a row, as they are read."""
+    """The figures of a row, as text."""
     memory = None if row.memory_bytes is None else row.memory_bytes / 2**20
     return (
         figure(row.forward_ms),

@@ -21,8 +21,8 @@ WIDTHS = (7, 7, 13, 6, 13)
 def run(settings: Settings, console: Console) -> int:
     """Measure, print and save row by row; the exit code.
 
-    An interrupt keeps the rows that are there. Raises ValueError where nothing can be written, and
-    where no kernel got a time.
+    An interrupt keeps the rows so far. Raises ValueError if files cannot be written, or if no
+    kernel was timed.
     """
     report = Report(settings, {} if settings.tune else _skipped(settings))
     if settings.save:
@@ -67,15 +67,15 @@ def _write_rules(report: Report, console: Console) -> None:
 
 
 def _skipped(settings: Settings) -> dict[str, str]:
-    """The peers that were asked for and are not there, each with its reason."""
-    # The forms of SDPA for the other kind of device are not worth a word: one is always there.
+    """The requested peers that cannot run, each with its reason."""
+    # Do not list SDPA backends of the other kind of device: one always runs.
     wanted = [p for p in build() if p.key in settings.peers and not isinstance(p, SDPA)]
     reasons = {peer.key: peer.available(settings.device) for peer in wanted}
     return {name: why for name, why in reasons.items() if why is not None}
 
 
 class Screen:
-    """Prints a heading for every shape, and a line for every row as it comes."""
+    """Prints a heading for every shape and a line for every row."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -61,7 +61,7 @@ class Settings:
 
     @property
     def command(self) -> str:
-        """The command line that repeats this run, with every default written out."""
+        """The command line that repeats this run, with all defaults written out."""
         words = ["mercer", "bench", "--device", str(self.device), "--dtype", self.dtype]
         words += ["--shapes", self.shapes, "--filter", self.filter]
         words += ["--kernels", _write(self.kernels, KERNELS)]
@@ -75,14 +75,14 @@ class Settings:
         # A step of decoding has no backward.
         flags["--forward-only"] = self.forward_only and not self.decode
         words += [flag for flag, given in flags.items() if given]
-        # An absolute path means something on one machine only.
+        # An absolute path is of use on this machine only.
         if self.output is not None and not self.output.is_absolute():
             words += ["--output", str(self.output)]
         return shlex.join(words)
 
     @property
     def suffix(self) -> str:
-        """What sets the files of this run apart from those of a plain one."""
+        """The suffix of file names for settings that are not the default."""
         parts = [name for name in ("tune", "decode", "graph") if getattr(self, name)]
         parts += ["forward"] if self.forward_only and not self.decode else []
         parts += [self.filter.replace(":", "-")] if self.filter != "causal" else []
@@ -107,18 +107,18 @@ def read(
     save: bool = False,
     output: Path | None = None,
 ) -> Settings:
-    """The settings of a run; raises ValueError with a sentence where an option is not right."""
+    """The settings of a run; raises ValueError for a wrong option."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     if dtype is None:
         dtype = "bfloat16" if kind == "cuda" else "float32"
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but came as {dtype!r}")
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if write and not tune:
-        raise ValueError("--write puts what --tune found into rules.json: it needs --tune")
+        raise ValueError("--write saves the findings of --tune: it needs --tune")
     if graph and kind == "cpu":
         raise ValueError("--graph replays CUDA graphs: it needs a CUDA device")
     if repeats is not None and repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, but came as {repeats}")
+        raise ValueError(f"--repeats must be at least 1, got {repeats}")
     if output is not None and output.suffix in (".json", ".md"):
         output = output.with_suffix("")
     shapes = shapes or (TUNE if tune else DECODE if decode else SHAPES)[kind]
@@ -163,15 +163,15 @@ def _read_shapes(text: str) -> list[tuple[int, int, int, int, int]]:
             found = (int(batch), int(heads), int(kv_heads), int(length), int(dim))
         except ValueError:
             raise ValueError(
-                "--shapes must be BxHxTxD such as 8x10x2048x128, or BxH/KxTxD with K heads of keys,"
-                f" but came as {shape!r}"
+                "--shapes must be BxHxTxD such as 8x10x2048x128, or BxH/KxTxD with K key heads,"
+                f" got {shape!r}"
             ) from None
         if min(found) < 1:
-            raise ValueError(f"--shapes must have numbers of at least 1, but came as {shape!r}")
+            raise ValueError(f"--shapes must have numbers of at least 1, got {shape!r}")
         if found[1] % found[2]:
             raise ValueError(
-                "--shapes must have heads of keys that divide those of queries,"
-                f" but came as {shape!r}"
+                "--shapes must have a number of key heads that divides the query heads,"
+                f" got {shape!r}"
             )
         shapes.append(found)
     return shapes

@@ -1,6 +1,6 @@
 """`mercer bench --tune`: which backend is the fastest, by kind of kernel and by shape.
 
-The outcome is printed twice: as times, and as entries of rules.json, which `auto` follows.
+It prints the times, and entries of rules.json, which the backend `auto` follows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """For a kind of kernel on a shape: the fastest backend, and what each one gave."""
+    """For a kind of kernel on a shape: the fastest backend, and the times of all."""
 
     kind: str
     kernel: str
@@ -51,7 +51,7 @@ COLUMNS = ("kind", "kernel", "shape", "fastest", "ms")
 
 
 def tune(settings: Settings) -> Iterator[Row]:
-    """Every backend on every kernel and shape, as the rows come; refusals are rows, too."""
+    """Yield rows for every backend, kernel and shape, refusals included."""
     for workload in settings.workloads:
         flops = workload.flops()
         for kernel in settings.kernels:
@@ -60,7 +60,7 @@ def tune(settings: Settings) -> Iterator[Row]:
 
 
 def find(rows: list[Row]) -> list[Finding]:
-    """The fastest backend for each kernel and shape that any backend was timed on."""
+    """The fastest backend for each kernel and shape with a timed backend."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.kernel, row.shape), []).append(row)
@@ -112,9 +112,9 @@ def _rule(finding: Finding, workload: Workload, settings: Settings) -> Rule:
 
 
 def _by_size(lengths: dict[int, dict[int, Rule]]) -> list[Rule]:
-    """The rules of one kind, with sizes where they matter; the smallest serve all that is smaller.
+    """The rules of one kind. The rule of the smallest size serves all smaller ones.
 
-    A size that asks for the same backends as the next smaller one needs no rule.
+    A size with the same order of backends as the next smaller one needs no rule.
     """
     found: list[list[Rule]] = []
     before: list[tuple[int | None, tuple[str, ...]]] | None = None

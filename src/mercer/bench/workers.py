@@ -1,8 +1,7 @@
-"""A process that does one job after the other, and is replaced when it dies.
+"""A process that runs one job after the other and is replaced when it dies.
 
-A crash on a GPU ends the process, or leaves its context unusable. So what may crash runs in a
-process of its own. To start one and its CUDA context takes seconds, so a process that is still well
-takes the next job.
+A crash on a GPU ends the process or makes its CUDA context unusable. So jobs that may crash run in
+another process. Starting one takes seconds, so a healthy process takes the next job.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# What a message says after which a CUDA context is of no use.
+# Messages of errors that make a CUDA context unusable.
 POISONED = ("CUDA error", "illegal memory access", "illegal instruction", "unspecified launch")
-# How much of what a process printed before it died is kept.
+# How many characters of a dead process's output are kept.
 TAIL = 400
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a job: "done", or "failed", "crashed" or "hung" with what was said."""
+    """The outcome of a job: "done", "failed", "crashed" or "hung", with its message."""
 
     status: str
     said: str
@@ -37,7 +36,7 @@ class Reply:
 
 
 class Worker:
-    """Runs `target`, "module:function", on dictionaries, and gives back what it returns as text."""
+    """Runs `target`, "module:function", on dictionaries and returns its result as text."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -79,7 +78,7 @@ class Worker:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
-                # A pipe to a process that died cannot be flushed.
+                # A pipe to a dead process cannot be flushed.
                 with contextlib.suppress(OSError):
                     stream.close()
         self._process = None
@@ -104,7 +103,7 @@ class Worker:
 
 def serve(target: str) -> None:
     """Run jobs from stdin and write their replies to stdout, until stdin ends."""
-    # What jobs print must not come between the replies.
+    # Keep output of jobs out of the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, name = target.split(":")
@@ -114,7 +113,7 @@ def serve(target: str) -> None:
         replies.write(json.dumps([status, said]) + "\n")
         replies.flush()
         if status == "crashed":
-            # To end a process in the usual way would touch the context again.
+            # A normal exit would use the CUDA context again.
             os._exit(1)
 
 

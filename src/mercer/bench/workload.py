@@ -1,4 +1,4 @@
-"""What is timed: a shape, a dtype, a device and a filter, and the random inputs of a call."""
+"""A workload: shape, dtype, device and filter, and the random inputs of a call."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class Inputs:
 
     @property
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v for those who know no parts."""
+        """q, k and v without named parts."""
         return self.q.part("content"), self.k.part("content"), self.v
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Attention over B x H x T x D; in a step of decoding, one query against T keys.
+    """Attention over B x H x T x D; in a decoding step, one query against T keys.
 
-    So many heads may share keys and values as make up a group.
+    `group` query heads share each key head.
     """
 
     batch: int
@@ -71,7 +71,7 @@ class Workload:
         return 1 if self.decode else self.length
 
     def build_filter(self, length: int | None = None) -> Filter:
-        """The filter; for a shorter length, one that hides about the same share."""
+        """The filter; for a shorter length, one that hides about the same share of pairs."""
         shrink = 1.0 if length is None else max(1.0, self.length / length)
         return build_filter(self.filter, shrink).to(self.device)
 

@@ -1,4 +1,4 @@
-"""What one would write with torch alone: FlexAttention, and all pairs in eager mode."""
+"""Hand-written peers with torch alone: FlexAttention, and dense eager code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..term.layout import accumulator
 from .contenders import Contender, Peer, refuse_to_swap
 from .workload import Inputs
 
-# Kernels of one dot product that have no peer of their own.
+# Kernels of one dot product, without a special peer.
 SCORED = (
     "alibi", "adaptive", "product", "relative-sinusoid", "lookup", "buckets", "polynomial",
     "rational", "laplace", "matern",
@@ -43,8 +43,8 @@ class Flex(Peer):
         if self.compiled is None:
             from torch.nn.attention.flex_attention import flex_attention
 
-            # Past a few shapes torch stops compiling and runs dense in silence: begin anew for
-            # each workload, and have it raise.
+            # After a few shapes torch stops compiling and silently runs dense. So reset it for
+            # each workload, and make it raise.
             torch.compiler.reset()
             self.compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
         mask = self.mask(given.filter, q.shape[2], k.shape[2], q.device)
@@ -76,10 +76,10 @@ class FlexRBF(Flex):
 
 
 class FlexScored(Peer):
-    """Another kernel by FlexAttention: what is not a dot product is a change of scores.
+    """Another kernel by FlexAttention: its terms other than dot products are a score_mod.
 
-    It is the backend `flex`, which refuses where a captured tensor needs a gradient: torch sums
-    that up by atomics. Here it may, since it is what one would write without this library.
+    It uses the backend `flex`, which refuses captured tensors that need a gradient, since torch
+    sums them by atomics. Here that is allowed: a user would write the same without this library.
     """
 
     key = "flex-scored"
@@ -92,8 +92,8 @@ class FlexScored(Peer):
         return _untrained(device)
 
     def settle(self, given: Inputs, *, forward_only: bool) -> dict[Contender, bool]:
-        # Asked of a task of its own, and not in every call: what is formed to find out keeps no way
-        # back to the parameters, and is no part of the time.
+        # Checked once on a separate task: what it computes is then not timed, and not part of the
+        # autograd graph.
         with torch.no_grad():
             why = flex.refuses(_task(given))
         if why is not None:
@@ -105,7 +105,7 @@ class FlexScored(Peer):
 
 
 class Eager(Peer):
-    """RBF as it is usually written: all distances, exp, mask, normalise."""
+    """RBF in eager code: all distances, exp, mask, normalise."""
 
     kernel = "rbf"
     trains = True
@@ -132,7 +132,7 @@ class Eager(Peer):
 
 
 class EagerScored(Peer):
-    """Another kernel as it is usually written: all scores, what changes them, mask, softmax."""
+    """Another kernel in eager code: all scores, biases and links, mask, softmax."""
 
     key = "eager-scored"
     trains = True
@@ -170,7 +170,7 @@ def bandwidth(given: Inputs) -> Tensor:
 
 
 def _task(given: Inputs) -> Task:
-    """The one term of its kernel."""
+    """The single term of its kernel, with its inputs."""
     options = (given.filter, 0.0, False, "flex")
     (task,) = prepare(given.kernel, given.q, given.k, given.v, *options).tasks()
     return task

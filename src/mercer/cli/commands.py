@@ -1,4 +1,4 @@
-"""What the command `mercer` offers."""
+"""The commands `mercer systems`, `explain` and `bench`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def show_systems(
 ) -> None:
     """Print the table of systems: feature space, kernel, value function, set filter.
 
-    *Symmetric* and *valid* speak of the kernel of the inputs: asymmetric projections make both no.
-    *Lowers to* says what a backend has to compute: most kernels are one plain dot product.
+    *Symmetric* and *valid* (positive semi-definite) are about the kernel with its projections:
+    separate projections of queries and keys make both no. *Lowers to* says what a backend has to
+    compute: most kernels are one dot product.
     """
     rows = systems.table()
     if plain:
@@ -81,14 +82,14 @@ def explain_system(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
     backend: Annotated[str, typer.Option(help=", ".join(NAMES))] = "auto",
 ) -> None:
-    """Say which backend runs a system, what its kernel became, and why each other one refused.
+    """Say which backend runs a system, how its kernel is computed, and why others do not run.
 
     For example: `mercer explain dai2019 --shape 4,16,8192,64 --dtype bfloat16`
     """
     names = list(systems.SYSTEMS) if system == "all" else [system]
     batch, heads, length, head_dim = _shape(shape)
     if dtype not in DTYPES:
-        _fail(f"--dtype must be one of {', '.join(DTYPES)}, but came as {dtype!r}")
+        _fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     place = _device(device)
     console = Console(highlight=False, soft_wrap=True)
     for name in names:
@@ -109,7 +110,7 @@ def run_bench(
     shapes: Annotated[
         str | None,
         typer.Option(
-            help="Batch, heads, length and head dimension; H/K for K heads of keys.",
+            help="Batch, heads, length, head dimension: BxHxTxD, or BxH/KxTxD with K key heads.",
             metavar="BxHxTxD,…",
         ),
     ] = None,
@@ -123,7 +124,7 @@ def run_bench(
         str, typer.Option(help="full, causal, window:1024, memory:512, strided:128, fixed:128:8.")
     ] = "causal",
     backends: Annotated[
-        str | None, typer.Option(help=f"Some of: {', '.join(NAMES)}; auto unless given.")
+        str | None, typer.Option(help=f"Some of: {', '.join(NAMES)}; auto by default.")
     ] = None,
     peers: Annotated[
         str, typer.Option(help=f"all, none (SDPA alone), or some of: {', '.join(bench.PEERS)}.")
@@ -134,9 +135,7 @@ def run_bench(
     ] = False,
     graph: Annotated[
         bool,
-        typer.Option(
-            "--graph", help="Time replays of CUDA graphs: without what a call costs the host."
-        ),
+        typer.Option("--graph", help="Time replays of CUDA graphs, without host overhead."),
     ] = False,
     tune: Annotated[
         bool,
@@ -146,19 +145,22 @@ def run_bench(
         ),
     ] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="Put them into rules.json, which auto follows.")
+        bool,
+        typer.Option("--write", help="Write them to rules.json, which the backend auto follows."),
     ] = False,
     repeats: Annotated[
-        int | None, typer.Option(help="Timed runs of a row; about a second of them unless given.")
+        int | None,
+        typer.Option(help="Timed runs per row; by default as many as fit into a second."),
     ] = None,
     save: Annotated[
         bool, typer.Option("--save", help="Write JSON and Markdown to results/bench/.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Write there instead, without an ending.", metavar="PATH")
+        Path | None,
+        typer.Option(help="Write to this path instead, given without suffix.", metavar="PATH"),
     ] = None,
 ) -> None:
-    """Time the kernels beside softmax attention and other libraries. What is wrong gets no time.
+    """Time the kernels beside softmax attention and other libraries. Wrong results get no time.
 
     For example: `mercer bench --kernels rbf,laplace --shapes 4x16x8192x64 --save`
     """
@@ -183,9 +185,9 @@ def _shape(text: str) -> tuple[int, int, int, int]:
     try:
         batch, heads, length, head_dim = (int(number) for number in text.split(","))
     except ValueError:
-        _fail(f"--shape must be B,H,T,D such as 1,8,1024,64, but came as {text!r}")
+        _fail(f"--shape must be B,H,T,D such as 1,8,1024,64, got {text!r}")
     if min(batch, heads, length, head_dim) < 1:
-        _fail(f"--shape must have numbers of at least 1, but came as {text!r}")
+        _fail(f"--shape must have numbers of at least 1, got {text!r}")
     return batch, heads, length, head_dim
 
 

@@ -28,27 +28,27 @@ def run_study(
     ] = None,
     shard: Annotated[
         str | None,
-        typer.Option(help="Run part i of n, such as one for each machine.", metavar="i/n"),
+        typer.Option(help="Run part i of n, for example one part per machine.", metavar="i/n"),
     ] = None,
     seeds: Annotated[
         str | None,
-        typer.Option(help="Such as 0,1,2 or 0-4; those of the study unless given.", metavar="LIST"),
+        typer.Option(help="Such as 0,1,2 or 0-4; by default those of the study.", metavar="LIST"),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="The folder of results; runs/NAME unless given.", metavar="FOLDER"),
+        typer.Option(help="The folder of results; runs/NAME by default.", metavar="FOLDER"),
     ] = None,
     table: Annotated[
-        bool, typer.Option("--table", help="Show the results that are there; run nothing.")
+        bool, typer.Option("--table", help="Show the results so far; run nothing.")
     ] = False,
     source: Annotated[
-        bool, typer.Option("--source", help="Print the study's file, to start one of your own.")
+        bool, typer.Option("--source", help="Print the study's file, as a start for your own.")
     ] = False,
 ) -> None:
     """Train every system of a study with one budget and several seeds, and compare them.
 
-    Stop it with Ctrl-C whenever you like: the same command goes on where it was. Processes and
-    machines that share the folder share the work, and results merge by themselves.
+    Stop it with Ctrl-C at any time: the same command continues. Processes and machines that share
+    the folder share the work, and their results are merged.
 
     For example: `mercer study quick`, or `mercer study mine.py --shard 1/4 --seeds 0-4`
     """
@@ -77,7 +77,7 @@ def run_study(
     except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"{error}; finished jobs are kept, and the same command goes on with the rest")
+        _fail(f"{error}; finished jobs are kept, and the same command continues with the rest")
     look = ["mercer", "study", study, *([] if output is None else ["--output", str(output)])]
     again = [*look, *(["--shard", shard] if shard else []), *(["--seeds", seeds] if seeds else [])]
     studies.conclude(
@@ -92,7 +92,7 @@ def read_seeds(text: str) -> list[int]:
     for piece in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"--seeds must be such as 0,1,2 or 0-4, but came as {text!r}")
+            raise ValueError(f"--seeds must be such as 0,1,2 or 0-4, got {text!r}")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return list(dict.fromkeys(found))
 
@@ -103,7 +103,7 @@ def read_shard(text: str) -> Shard:
 
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None:
-        raise ValueError(f"--shard must be i/n with i from 1 to n, but came as {text!r}")
+        raise ValueError(f"--shard must be i/n with i from 1 to n, got {text!r}")
     return Shard(int(match[1]), int(match[2]))
 
 

@@ -70,13 +70,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Exit codes: 0 done, 1 no room on disk or GPU, 2 a mistake in what was asked for,
+# Exit codes: 0 done, 1 out of disk or GPU memory, 2 a wrong option,
 # 3 a loss that is not finite, 128 + n stopped by signal n.
 NOT_CONVERGED = 3
 
-# The options whose name is not that of the setting.
+# Options with another name than their setting.
 PAIRS = {"options": "system_options", "sets": "overrides", "data_options": "data_options"}
-# What a task has no use for.
+# Options that a task does not take.
 UNFIT = {
     "lm": {"smoothing", "beams"},
     "translation": {"evaluate_by"},
@@ -158,7 +158,9 @@ app.command("lm")(
             torchrun --nproc-per-node 8 -m mercer train lm --preset gpt2-small
                 --data corpus.txt --tokenizer gpt2 --dtype bfloat16 --compile --time 2h
 
-        What would it cost? `--dry-run`. Interrupted? `mercer train lm --output FOLDER --resume`.
+        `--dry-run` prints the cost. To go on after an interrupt:
+
+            mercer train lm --output FOLDER --resume
         """,
     )
 )
@@ -195,7 +197,7 @@ app.command("vision")(
 
 
 def _train(task: str, given: dict[str, Any]) -> None:
-    # Of several processes the main one speaks; torchrun tells each its rank.
+    # Only the main process prints; torchrun sets the rank.
     main = int(os.environ.get("RANK", "0")) == 0
     console = Console(highlight=False, stderr=False, quiet=not main)
     try:
@@ -224,14 +226,14 @@ def _train(task: str, given: dict[str, Any]) -> None:
         _fail(f"{error.strerror}{again}", code=1)
     except torch.OutOfMemoryError:
         _fail(
-            "the GPU has no room for this: take more --accumulate (the same result in smaller "
+            "the GPU is out of memory: use more --accumulate (the same result in smaller "
             "parts), a smaller --batch or --length, or --dtype bfloat16",
             code=1,
         )
     except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
-        _fail("stopped at once; the last checkpoint stands", code=130)
+        _fail("stopped at once; the last checkpoint is kept", code=130)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -239,7 +241,7 @@ def _train(task: str, given: dict[str, Any]) -> None:
 
 
 def _settings(task: str, given: dict[str, Any]) -> Settings:
-    """What was asked for; when a run goes on, on top of what its folder says."""
+    """The settings from the options; on resume, on top of those in the folder."""
     from ..train import Settings, read_time
 
     wanted: dict[str, Any] = {
@@ -252,7 +254,7 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
     resume = bool(given["resume"])
     if resume:
         if "output" not in wanted:
-            raise ValueError("--resume needs the folder of the run: --output FOLDER")
+            raise ValueError("--resume needs --output, the folder of the run")
         config = Path(wanted["output"]) / "config.json"
         if config.exists():
             stored = Settings.read(config)
@@ -263,10 +265,11 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
                 )
             return replace(stored, **wanted, resume=True)
         if set(wanted) == {"output"}:
-            # With settings beside it, --resume begins a run that a script may have to begin again.
+            # With other settings, --resume also starts a new run, so that a script can repeat the
+            # command.
             raise ValueError(
-                f"{wanted['output']} holds no run to go on with; runs have a config.json, "
-                "and begin without --resume"
+                f"{wanted['output']} holds no run to go on with; a run has a config.json, "
+                "and starts without --resume"
             )
     settings = Settings(task=task, **wanted, resume=resume)
     if settings.output is None and not given["dry_run"]:
@@ -280,7 +283,7 @@ def _said(value: Any) -> bool:
 
 
 def _free(name: str) -> str:
-    """A folder in runs/ that is not there yet."""
+    """A new folder in runs/."""
     number, path = 1, Path("runs") / name
     while path.exists():
         number += 1
@@ -289,12 +292,12 @@ def _free(name: str) -> str:
 
 
 def _pairs(texts: list[str]) -> dict[str, Any]:
-    """NAME=VALUE, where a value is a Python literal or else the text itself."""
+    """NAME=VALUE, where a value is a Python literal, or else text."""
     found: dict[str, Any] = {}
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign or not name.isidentifier():
-            raise ValueError(f"an option must be NAME=VALUE, but came as {text!r}")
+            raise ValueError(f"an option must be NAME=VALUE, got {text!r}")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -307,7 +310,7 @@ def _again(task: str, settings: Settings) -> str:
 
 
 def _report(console: Console, task: str, settings: Settings, result: Result) -> None:
-    """How it ended, in two or three lines and an exit code."""
+    """Print how it ended, in two or three lines, and return the exit code."""
     from ..train.screen import duration, metric_words
 
     if result.status == "stopped":

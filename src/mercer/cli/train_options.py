@@ -17,7 +17,7 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
 System = Annotated[str | None, _option(ATTENTION, "A name from `mercer systems`.")]
 Kernel = Annotated[
     str | None,
-    _option(ATTENTION, 'Such as `RBF(2.0)*Exponential(on="position")`; read, never evaluated.'),
+    _option(ATTENTION, 'Such as `RBF(2.0)*Exponential(on="position")`; parsed, never evaluated.'),
 ]
 Position = Annotated[str | None, _option(ATTENTION, "Such as `ProductKernel()` or `Rotary()`.")]
 Value = Annotated[str | None, _option(ATTENTION, "`content` or `content+position`.")]
@@ -25,13 +25,15 @@ Filter = Annotated[str | None, _option(ATTENTION, "Such as `Causal() & Window(64
 Options = Annotated[
     list[str] | None,
     _option(
-        ATTENTION, "An option of the system, again for more.", "--option", metavar="NAME=VALUE"
+        ATTENTION, "An option of the system; may be repeated.", "--option", metavar="NAME=VALUE"
     ),
 ]
 Preset = Annotated[str | None, _option(MODEL, "The model's shape; `tiny` trains on a CPU.")]
 Sets = Annotated[
     list[str] | None,
-    _option(MODEL, "A field of the model's config.", "--set", metavar="NAME=VALUE"),
+    _option(
+        MODEL, "A field of the model's config; may be repeated.", "--set", metavar="NAME=VALUE"
+    ),
 ]
 Data = Annotated[
     str | None, _option(MODEL, "`embedded` (no download), a file or folder, or a name on the hub.")
@@ -41,27 +43,35 @@ Tokenizer = Annotated[
 ]
 DataOptions = Annotated[
     list[str] | None,
-    _option(MODEL, "An option of the data.", "--data-option", metavar="NAME=VALUE"),
+    _option(
+        MODEL, "An option of the data; may be repeated.", "--data-option", metavar="NAME=VALUE"
+    ),
 ]
 Cache = Annotated[str | None, _option(MODEL, "Where tokens are kept.", metavar="FOLDER")]
-Steps = Annotated[int | None, _option(BUDGET, "Optimiser steps; 300 unless time is given.")]
+Steps = Annotated[
+    int | None, _option(BUDGET, "Optimiser steps; 300 by default, unless --time is given.")
+]
 Time = Annotated[str | None, _option(BUDGET, "Time spent in steps: `90s`, `10m`, `1h30m`.")]
-Batch = Annotated[int | None, _option(BUDGET, "Sequences a step, over all processes.")]
-Length = Annotated[int | None, _option(BUDGET, "Tokens of a sequence.")]
-Accumulate = Annotated[int | None, _option(BUDGET, "Parts a batch is computed in, to save memory.")]
+Batch = Annotated[int | None, _option(BUDGET, "Sequences per step, over all processes.")]
+Length = Annotated[int | None, _option(BUDGET, "Tokens per sequence.")]
+Accumulate = Annotated[int | None, _option(BUDGET, "Micro-batches per step, to save memory.")]
 Rate = Annotated[float | None, _option(OPTIMISER, "The learning rate.", "--lr")]
 BandwidthRate = Annotated[
-    float | None, _option(OPTIMISER, "That of bandwidths; `--lr` unless given.", "--bandwidth-lr")
+    float | None,
+    _option(OPTIMISER, "Learning rate of bandwidths; `--lr` by default.", "--bandwidth-lr"),
 ]
 TokenRate = Annotated[
-    float | None, _option(OPTIMISER, "That of token kernels; 5e-3 or `--lr`.", "--token-lr")
+    float | None,
+    _option(OPTIMISER, "Learning rate of token kernels; 5e-3 or `--lr`.", "--token-lr"),
 ]
-Warmup = Annotated[float | None, _option(OPTIMISER, "Steps, or below 1 a share of the run.")]
-Floor = Annotated[float | None, _option(OPTIMISER, "Where the cosine ends, of the rate.")]
+Warmup = Annotated[float | None, _option(OPTIMISER, "Warm-up steps; below 1 a share of the run.")]
+Floor = Annotated[
+    float | None, _option(OPTIMISER, "The final learning rate, as a share of `--lr`.")
+]
 Decay = Annotated[float | None, _option(OPTIMISER, "Weight decay of matrices.", "--weight-decay")]
-Clip = Annotated[float | None, _option(OPTIMISER, "The largest norm of a gradient.")]
+Clip = Annotated[float | None, _option(OPTIMISER, "The largest gradient norm.")]
 Smoothing = Annotated[float | None, _option(OPTIMISER, "Label smoothing.")]
-Seed = Annotated[int | None, _option(RUNNING, "Of weights, order and dropout.")]
+Seed = Annotated[int | None, _option(RUNNING, "Seed of weights, data order and dropout.")]
 Dtype = Annotated[str | None, _option(RUNNING, "float32, or bfloat16 by autocast.")]
 Compile = Annotated[bool, _option(RUNNING, "Compile the model with torch.compile.", "--compile")]
 Device = Annotated[str | None, _option(RUNNING, "cpu or cuda; cuda where there is one.")]
@@ -70,21 +80,24 @@ Workers = Annotated[int | None, _option(RUNNING, "Processes that load data.")]
 LogEvery = Annotated[int | None, _option(FILES, "Steps between logs.", "--log-every")]
 EvalEvery = Annotated[int | None, _option(FILES, "Steps between evaluations.", "--eval-every")]
 SaveEvery = Annotated[int | None, _option(FILES, "Steps between checkpoints.", "--save-every")]
-Keep = Annotated[int | None, _option(FILES, "How many checkpoints stay.")]
+Keep = Annotated[int | None, _option(FILES, "How many checkpoints are kept.")]
 EvaluateBy = Annotated[
-    str | None, _option(FILES, "blocks, sliding windows, or with memory.", "--evaluate-by")
+    str | None,
+    _option(FILES, "Context of evaluation: `blocks`, `sliding` or `memory`.", "--evaluate-by"),
 ]
 EvalItems = Annotated[
-    int | None, _option(FILES, "Tokens, pairs or images to judge by, at most.", "--eval-items")
+    int | None,
+    _option(FILES, "Evaluate on at most this many tokens, pairs or images.", "--eval-items"),
 ]
-Beams = Annotated[int | None, _option(FILES, "Of the search that BLEU is measured by.")]
+Beams = Annotated[int | None, _option(FILES, "Beams of the search for BLEU.")]
 Output = Annotated[
-    str | None, _option(FILES, "The folder of the run; in runs/ unless given.", metavar="FOLDER")
+    str | None,
+    _option(FILES, "The folder of the run; by default a new one in runs/.", metavar="FOLDER"),
 ]
 Resume = Annotated[
-    bool, _option(FILES, "Go on with the run in --output, as it was set.", "--resume")
+    bool, _option(FILES, "Continue the run in --output with its settings.", "--resume")
 ]
 Board = Annotated[bool, _option(FILES, "Write TensorBoard files too.", "--tensorboard")]
 DryRun = Annotated[
-    bool, _option(FILES, "Print parameters, FLOPs, memory and tokens, and end.", "--dry-run")
+    bool, _option(FILES, "Print parameters, FLOPs, memory and tokens, then exit.", "--dry-run")
 ]

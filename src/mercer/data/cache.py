@@ -1,9 +1,9 @@
 """Arrays on disk: memory-mapped, checked when they are opened, replaced as a whole.
 
-What this must meet: a reader never sees half a file, a process that is killed leaves the old file
-or none, two processes may ask for the same array at once, and a file that was cut or changed later
-is noticed and built again. So a writer fills a file beside the target, syncs it, and renames it;
-shape and checksums stand in it too.
+Requirements: a reader never sees half a file; a killed process leaves the old file or none; two
+processes may need the same array at once; a file that was cut or changed later is detected and
+built again. So a writer fills a temporary file beside the target, syncs it, and renames it. Shape
+and checksums are in the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("mercer.data")
 
 
 def choose_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder that was asked for, or the platform's usual one for caches."""
+    """The given folder, or the platform's usual one for caches."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     home = Path.home()
@@ -45,25 +45,25 @@ def choose_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def digest(*parts: object) -> str:
-    """One name for several parts, in their order; the format of the files is one of them."""
+    """A hash of the parts in their order, and of the file format's version."""
     return hashlib.sha256(json.dumps([FORMAT, *map(str, parts)]).encode()).hexdigest()[:40]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A memory-mapped array [N, ...] and what was noted about it."""
+    """A memory-mapped array [N, ...] and its notes."""
 
     path: Path
     array: np.ndarray[Any, Any]
     notes: dict[str, Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a worker process maps the file itself; the array stays out of the pickle
+        # a worker process maps the file itself, so the array is not pickled
         return _reopen, (self.path,)
 
 
 class Writer:
-    """Appends to an array whose first dimension grows; what is noted about it follows the rows."""
+    """Appends rows to an array file; the notes follow the rows."""
 
     def __init__(self, file: IO[bytes], dtype: str) -> None:
         self.file = file
@@ -97,7 +97,7 @@ class Writer:
 
 
 def load(path: Path, write: Callable[[Writer], None], *, dtype: str) -> Stored:
-    """The array at `path`; `write` makes it when it is missing or damaged."""
+    """The array at `path`; `write` builds it if it is missing or damaged."""
     if (found := _find(path)) is not None:
         return found
     with replacing(path, lambda: _find(path) is not None) as file:
@@ -110,10 +110,10 @@ def load(path: Path, write: Callable[[Writer], None], *, dtype: str) -> Stored:
 
 @contextmanager
 def replacing(path: Path, is_made: Callable[[], bool]) -> Iterator[IO[bytes] | None]:
-    """A file that takes the place of `path` when the block ends well.
+    """A temporary file that replaces `path` if the block succeeds.
 
-    None where another process made it while this one waited. Without locks, as on some network
-    disks, both write, and the last one stays: they write the same.
+    None if another process built it while this one waited. Without locks, as on some network
+    disks, both write the same content, and the last one stays.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def replacing(path: Path, is_made: Callable[[], bool]) -> Iterator[IO[bytes] | N
                 yield None
                 return
             if alone:
-                # nobody else writes this file now: what lies here is of a process that was killed
+                # we hold the lock, so an existing file was left by a killed process
                 for left in path.parent.glob(f".{path.name}.*.tmp"):
                     left.unlink(missing_ok=True)
             handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -139,17 +139,17 @@ def replacing(path: Path, is_made: Callable[[], bool]) -> Iterator[IO[bytes] | N
         named = Path(error.filename) if isinstance(error.filename, str) else path
         if error.errno is None or (named.parent != path.parent and named not in path.parents):
             raise
-        message = f"{error.strerror}; the cache {path} was not written, give another cache_dir"
+        message = f"{error.strerror}; the cache {path} was not written; give another cache_dir"
         raise OSError(error.errno, message) from error
 
 
 def read(path: Path, *, check: bool = True) -> Stored:
-    """Map the array at `path`; a ValueError says why the file is not what was written."""
+    """Map the array at `path`; ValueError if the file is damaged."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.readline(HEADER).split()
         if start[:-3] != MAGIC.split() or start[-3] != b"%d" % FORMAT:
-            raise ValueError("it is of another format")
+            raise ValueError("it has another format version")
         length = int(start[-1])
         file.seek(max(0, size - length))
         text = file.read()
@@ -185,13 +185,13 @@ def _find(path: Path) -> Stored | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, IndexError, KeyError) as error:
-        log.warning("the cache %s cannot be used (%s): it is built again", path, error)
+        log.warning("the cache %s cannot be used (%s) and is rebuilt", path, error)
         return None
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Wait until no other process writes `path`; False where the disk has no locks."""
+    """Lock `path` against other writers; False if the disk has no locks."""
     if sys.platform == "win32":
         yield False
         return
@@ -199,7 +199,7 @@ def _alone(path: Path) -> Iterator[bool]:
 
     with path.with_name(f".{path.name}.lock").open("wb") as file:
         try:
-            # freed by the system when the process ends, however it ends
+            # released by the system when the process ends, also by a kill
             fcntl.flock(file, fcntl.LOCK_EX)
             locked = True
         except OSError:
@@ -208,7 +208,7 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself last; Windows has no such call."""
+    """Sync the folder, so that the rename survives a crash; not possible on Windows."""
     if sys.platform != "win32":
         handle = os.open(folder, os.O_RDONLY)
         try:

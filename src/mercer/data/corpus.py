@@ -1,8 +1,8 @@
 """A corpus is splits of documents, read as a stream of blocks of text.
 
-A split can be far larger than memory: it is a function that begins a new stream at every call. A
-corpus without a valid split gives up its end: the last 5 % of the text, at most 16 Mi characters,
-from the next document on where there are 20 documents or more, otherwise from the next line on.
+A split can be far larger than memory: it is a function that starts a new stream at every call.
+Without a valid split, the end of the train split becomes it: the last 5 % of the text, at most 16
+Mi characters, cut between documents if there are 20 or more, otherwise between lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MANY_DOCUMENTS = 20
 
 
 class Block(NamedTuple):
-    """Some text of a document; `first` where the document begins."""
+    """A piece of text of a document; `first` marks its beginning."""
 
     text: str
     first: bool
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """One split: its blocks, read anew at every call, and a name for its content."""
+    """One split: its blocks, read anew at every call, and a fingerprint of its content."""
 
     read: Callable[[], Iterator[Block]]
     fingerprint: str
@@ -43,7 +43,7 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What a source holds, before it is tokenised."""
+    """The documents of a source, before they are tokenised."""
 
     source: str
     splits: dict[str, Documents]
@@ -57,14 +57,14 @@ def read_text(found: Found, column: str | None = None) -> Corpus:
     if whole is not None:
         splits |= _open_whole(whole, column)
     if "train" not in splits:
-        raise DataError(f"{found.where} has no file whose name says train")
+        raise DataError(f"{found.where} has no file with train in its name")
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], str(found.where))
     return Corpus(source=str(found.where), splits=splits)
 
 
 def hold_out(documents: Documents, where: str) -> tuple[Documents, Documents]:
-    """All but the end of a split, and its end."""
+    """A split without its end, and the end."""
 
     @cache
     def locate() -> int:
@@ -108,7 +108,7 @@ def _find_cut(documents: Documents, where: str) -> int:
     at, before = 0, keep
     for block in documents.read():
         if here := block.text.find("\n", max(0, keep - at - 1)) + 1:
-            # the end of the last line leaves nothing to hold out: then the line before it is
+            # nothing follows the last line: hold out the line before it
             return at + here if at + here < total else before
         if last := block.text.rfind("\n", 0, max(0, keep - at)) + 1:
             before = at + last
@@ -117,7 +117,7 @@ def _find_cut(documents: Documents, where: str) -> int:
 
 
 def _open_whole(paths: Sequence[Path], column: str | None) -> dict[str, Documents]:
-    """Files that no name tells apart; in an archive the members' names may."""
+    """Files whose names have no split; names of members in an archive may have one."""
     if len(paths) == 1 and is_archive(paths[0]):
         names = [member.name for member in read_members(paths[0])]
         named = {_split_of(name) for name in names if name.lower().endswith(TEXT)}

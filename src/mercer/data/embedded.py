@@ -1,9 +1,8 @@
-"""Data that is here without a download: text and digits. (Pairs are drawn by `grammar.py`.)
+"""Data that needs no download: text and digits. (`grammar.py` makes pairs.)
 
-The text is that of Python's own documentation, as `pydoc_data` has it in every CPython. Much of it
-is there twice (the topic `specialnames` repeats `attribute-access` and others word by word), so a
-topic that repeats another is left out, and topics that share ten words in a row stand in the same
-split.
+The text is Python's own documentation from `pydoc_data`, a part of CPython. Much of it occurs twice
+(the topic `specialnames` repeats `attribute-access` and others word by word). So a topic that
+repeats another is left out, and topics that share ten words in a row are in the same split.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def read_documentation() -> Corpus:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
         raise DataError(
-            "this Python came without its documentation (the module pydoc_data.topics); "
+            "this Python has no pydoc_data.topics, the module with its documentation; "
             "give a text file or a folder instead of 'embedded'"
         ) from None
     train, valid = split_topics(topics)
@@ -42,7 +41,7 @@ def read_documentation() -> Corpus:
 
 
 def split_topics(topics: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Names of the train and the valid topics; no ten words in a row stand in both."""
+    """Names of the train and the valid topics; no ten words in a row are in both."""
     words = {name: text.split() for name, text in topics.items()}
     runs = {
         name: {tuple(text[i : i + SHARED_WORDS]) for i in range(len(text) - SHARED_WORDS + 1)}
@@ -73,7 +72,7 @@ def split_topics(topics: Mapping[str, str]) -> tuple[list[str], list[str]]:
     wanted = VALID_SHARE * sum(sizes.values())
     valid: list[str] = []
     taken = 0
-    # by a hash of the name: an order that has nothing to do with what the topics say
+    # ordered by a hash of the name, which is independent of the content
     for head in sorted(groups, key=lambda head: hashlib.sha256(groups[head][0].encode()).digest()):
         if taken < wanted and sizes[head] < wanted / 2:
             valid += groups[head]

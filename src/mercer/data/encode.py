@@ -1,7 +1,7 @@
-"""From text to ids, block by block: a corpus larger than memory is a stream here.
+"""From text to ids, block by block, for a corpus larger than memory.
 
-The pieces that a text is cut into have the tokens of the whole, for byte-level tokenizers with
-GPT-2's pattern; for others the cuts stand at ends of lines, or between words.
+With byte-level tokenizers that split by GPT-2's pattern, the pieces of a text have the same tokens
+as the whole text. For other tokenizers the text is cut at line ends, or between words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORD = re.compile(r"[ \n\t\r](?=\S)")
 
 
 def _spell() -> dict[str, int]:
-    """The letter that stands for each byte in GPT-2's files: itself where it can be printed."""
+    """GPT-2's table from bytes to printable characters."""
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return {chr(byte if byte in printed else next(others)): byte for byte in range(256)}
@@ -38,7 +38,7 @@ SPELLING = _spell()
 
 
 def cut(text: str, size: int = PIECE) -> tuple[list[str], str]:
-    """Pieces of about `size` characters whose tokens are those of the whole, and what is left."""
+    """Pieces of about `size` characters that tokenise as the whole does, and the rest."""
     pieces, start = [], 0
     while len(text) - start > 2 * size:
         near, far = start + size, start + 2 * size
@@ -90,7 +90,7 @@ def encode(
 
 
 def choose_encoder(tokenizer: Any) -> Callable[[list[str]], Iterable[Ids]]:
-    """From texts to ids; a special token inside a text is plain text."""
+    """The function from texts to ids. Special tokens inside a text are plain text."""
     tokenizers = need("tokenizers")
     # a copy: its settings are changed here
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -112,5 +112,5 @@ def width(tokenizer: Any) -> str:
 
 
 def identify(tokenizer: Any) -> str:
-    """A name for what a tokenizer does."""
+    """A fingerprint of a tokenizer."""
     return digest(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)

@@ -1,4 +1,4 @@
-"""What goes wrong with data, said so that it can be mended."""
+"""Errors of data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class DataError(ValueError):
-    """Data that cannot be used; the message names the file, and the line where there is one."""
+    """Data that cannot be used; the message names the file and, for text, the line."""
 
 
 def need(name: str, extra: str = "train") -> Any:
-    """The module, or an error that says what to install."""
+    """Import the module, or raise an error that says what to install."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,8 +1,7 @@
-"""Files read in place, whatever they are packed in: plain, .xz, .gz, .bz2, .zip, .tar and .tar.*.
+"""Read files in place, plain or packed: .xz, .gz, .bz2, .zip, .tar and .tar.*.
 
-Nothing is unpacked to disk and nothing is loaded whole: a file is a stream of members, a member a
-stream of bytes, and text is decoded block by block. What is wrong is said with the file's name and,
-for text, the line.
+Nothing is unpacked to disk or loaded as a whole: a file is a stream of members, a member a stream
+of bytes, and text is decoded block by block. Errors name the file and, for text, the line.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Member(NamedTuple):
     name: str
     where: str
     stream: IO[bytes]
-    # how much of the whole file has been read, from 0 to 1
+    # the share of the file that has been read, from 0 to 1
     done: Callable[[], float]
 
 
@@ -43,7 +42,7 @@ def is_archive(path: Path) -> bool:
 
 
 def strip_packing(name: str) -> str:
-    """The name without what says how it is packed: a.txt.xz becomes a.txt."""
+    """The name without the suffix of its packing: a.txt.xz becomes a.txt."""
     for suffix in (*ARCHIVES, *PACKED):
         if name.lower().endswith(suffix):
             return name[: -len(suffix)]
@@ -51,7 +50,7 @@ def strip_packing(name: str) -> str:
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """A name for the bytes of the files, in their order, and not for where they lie."""
+    """A hash of the content of the files, in order; their paths do not matter."""
     total = hashlib.sha256()
     for path in paths:
         with explain(path), path.open("rb") as file:
@@ -60,7 +59,7 @@ def hash_files(paths: Iterable[Path]) -> str:
 
 
 def read_members(path: Path) -> Iterator[Member]:
-    """The files inside `path`, or the file itself; members of a .zip come by their names."""
+    """The files inside `path`, or the file itself; members of a .zip in order of their names."""
     with explain(path):
         size = path.stat().st_size
         if size == 0:
@@ -72,7 +71,7 @@ def read_members(path: Path) -> Iterator[Member]:
                 # a stream mode never seeks, so a packed archive is unpacked once
                 with tarfile.open(fileobj=raw, mode="r|*") as archive:
                     while (entry := archive.next()) is not None:
-                        # it keeps every entry it has seen, and an archive may have millions
+                        # tarfile keeps every entry it has read, and an archive may have millions
                         archive.members.clear()  # type: ignore[attr-defined]
                         stream = archive.extractfile(entry) if entry.isfile() else None
                         if stream is not None:
@@ -83,7 +82,7 @@ def read_members(path: Path) -> Iterator[Member]:
 
 
 def read_blocks(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[tuple[Member, str]]:
-    """Blocks of UTF-8 text; of an archive, those members whose name ends in one of `suffixes`."""
+    """Blocks of UTF-8 text; of an archive, only members with one of these `suffixes`."""
     for member in read_members(path):
         if is_archive(path) and suffixes and not member.name.lower().endswith(suffixes):
             continue
@@ -92,7 +91,7 @@ def read_blocks(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[tuple[Me
 
 
 def decode(stream: IO[bytes], where: str) -> Iterator[str]:
-    """The text of a stream, block by block; a mark of byte order at its start is left out."""
+    """The text of a stream, block by block; a byte order mark at its start is dropped."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, begun = 1, False
     while True:
@@ -134,7 +133,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         yield number + 1, left.removesuffix("\r")
 
 
-# what the standard library raises for files that are cut or changed
+# what the standard library raises for truncated or damaged files
 BROKEN = (
     EOFError,
     lzma.LZMAError,
@@ -142,14 +141,14 @@ BROKEN = (
     gzip.BadGzipFile,
     zipfile.BadZipFile,
     tarfile.TarError,
-    # zipfile's word for a way of packing that it does not know
+    # zipfile raises it for unknown compression methods
     NotImplementedError,
 )
 
 
 @contextmanager
 def explain(where: Path | str) -> Iterator[None]:
-    """Errors of the standard library with the name of the file."""
+    """Turn errors of the standard library into DataErrors that name the file."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,8 +1,8 @@
 """Images in class folders, on disk or inside an archive, and those of the hub.
 
-`train/cat/1.png` is an image of the class `cat` for training; for validation stand `valid`, `val`
-or, where there is neither, `test`. Without any of them, the last tenth of every class is for
-validation. In archives only the names of members are read, nothing is written by them.
+`train/cat/1.png` is a training image of the class `cat`. Validation images are in `valid`, `val`
+or, if there is neither, `test`. Without any of them, the last tenth of every class is for
+validation. Archives are not unpacked to disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """Two splits of pixels and labels; `measured` where all of them can be looked at quickly."""
+    """Two splits of pixels and labels; `measured`: all pixels are in an array, quick to read."""
 
     train: Any
     train_labels: Array
@@ -58,7 +58,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Files:
-    """Image files, decoded when asked for; all must have the shape of the first."""
+    """Image files, decoded on access; all must have the shape of the first."""
 
     paths: Sequence[Path]
     fit: Fit
@@ -76,7 +76,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Rows:
-    """Images of a dataset, decoded when asked for."""
+    """Images of a dataset, decoded on access."""
 
     table: Table
     column: str
@@ -139,13 +139,13 @@ def read(path: Path, fit: Fit, folder: Path, on_progress: Progress | None) -> La
 
 
 def find_class(name: str) -> tuple[str, str] | None:
-    """The split and the class that the path of an image says, or None if it is no image's."""
+    """The split and the class in the path of an image, or None for other paths."""
     *parents, last = PurePosixPath(name).parts
     if not parents or last.startswith(".") or not last.lower().endswith(ENDINGS):
         return None
     named = {word: split for split, words in WORDS.items() for word in words}
     found = [named[parent.lower()] for parent in parents if parent.lower() in named]
-    # `train/1.png` is of no class, and `train` is none
+    # `train/1.png` has no class: `train` is a split
     if len(found) == 1 and parents[-1].lower() in named:
         return None
     return found[0] if found else "all", parents[-1]
@@ -182,7 +182,7 @@ def _read_archive(path: Path, fit: Fit, folder: Path, on_progress: Progress | No
     stored = cache.load(folder / f"images-{key}.arr", write, dtype="uint8")
     classes = stored.notes["classes"]
     tails = np.array(stored.array[:, -3:], dtype=np.int64)  # [N, 3]
-    # classes are numbered as they came; their order by name is the one to keep
+    # classes were numbered in order of appearance; sort them by name
     order = np.argsort(np.argsort(classes, kind="stable"), kind="stable")
     labels = order[tails[:, 1] + 256 * tails[:, 2]]
     splits = [SPLITS[n] for n in tails[:, 0]]
@@ -240,7 +240,9 @@ def read_hub(tables: dict[str, Table], columns: tuple[str, ...], fit: Fit, sourc
     for part, found in zip(parts, values, strict=True):
         for n, value in enumerate(found):
             if value not in place:
-                raise DataError(f"{part.where}, row {n + 1}: {value!r} is no class of training")
+                raise DataError(
+                    f"{part.where}, row {n + 1}: {value!r} is not a class of the train split"
+                )
     shape = Rows(parts[0], image, fit)[0].shape
     train, valid = (Rows(part, image, fit, shape) for part in parts)
     train_labels, valid_labels = (np.array([place[v] for v in found]) for found in values)
@@ -258,7 +260,7 @@ def read_hub(tables: dict[str, Table], columns: tuple[str, ...], fit: Fit, sourc
 def _divide(
     splits: Sequence[str], labels: Array, classes: Sequence[str], where: str
 ) -> tuple[Array, Array]:
-    """Places of the images for training and for validation."""
+    """Indices of the images for training and for validation."""
     named = np.array(splits)
     has = [split for split in SPLITS if np.any(named == split)]
     if has == ["all"]:

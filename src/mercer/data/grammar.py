@@ -1,9 +1,9 @@
 """Pairs of sentences from a small grammar: synthetic, German on one side and English on the other.
 
-The words are German and English, the sentences are made up. What makes them worth translating:
-gender, case and number decide articles and endings on the German side; verbs stand second in main
-clauses and last in subordinate and relative ones; participles and infinitives close the clause; and
-English puts `do` or `does` before `not`. So a translator has to look far, and in another order.
+The words are German and English, the sentences are made up. The task is not trivial:
+gender, case and number decide German articles and endings; German verbs are second in main clauses
+and last in subordinate and relative ones; participles and infinitives end the clause; and English
+puts `do` or `does` before `not`. So a translator needs distant words, in another order.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Clause(NamedTuple):
 
 
 class Grammar:
-    """Sentences drawn from a seed, by `random()` alone: Python promises to keep its stream."""
+    """Sentences drawn from a seed, by `random()` alone: its stream is the same in all Pythons."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed).random
@@ -231,7 +231,7 @@ class Grammar:
 
 
 def draw_pairs(sizes: dict[str, int], seed: int) -> dict[str, list[tuple[str, str]]]:
-    """So many different pairs for each split; no sentence of either side stands in two splits."""
+    """Different pairs for each split; no sentence of either side is in two splits."""
     grammar = Grammar(seed)
     names = list(sizes)
     total = sum(sizes.values())
@@ -239,7 +239,7 @@ def draw_pairs(sizes: dict[str, int], seed: int) -> dict[str, list[tuple[str, st
     seen: set[tuple[str, str]] = set()
     while any(len(splits[name]) < sizes[name] for name in names):
         pair = grammar.draw()
-        # by the English side alone: what has the same translation stays together
+        # split by the English side: sentences with one translation stay in one split
         at = int.from_bytes(hashlib.sha256(pair[1].encode()).digest()[:8]) % total
         for name in names:
             if at < sizes[name]:

@@ -1,9 +1,8 @@
 """Hugging Face `datasets` by name, and .parquet files through the same library.
 
 The usual names are short here: "wikitext-103", "fineweb-edu", "iwslt14", "multi30k", "cifar10",
-"imagenet-1k". Any other is the hub's own, "owner/name" or "owner/name:config", and the columns to
-read are arguments. No code of a dataset is run: those that need their own script are refused by
-`datasets` itself.
+"imagenet-1k". Any other is a name on the hub, "owner/name" or "owner/name:config", and the columns
+to read are arguments. No code of a dataset is run: `datasets` refuses those that need a script.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MOST_HELD_OUT = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Name:
-    """Where a dataset lies on the hub, and what to read of it."""
+    """The name of a dataset on the hub, and what to read of it."""
 
     path: str
     config: str | None = None
@@ -81,7 +80,7 @@ class Table:
         )
 
     def check(self, columns: Sequence[str]) -> None:
-        """Raise where a column is missing; `a.b` is the key b of the column a."""
+        """Raise DataError for a missing column; `a.b` is the key b of the column a."""
         for column in columns:
             head, _, key = column.partition(".")
             has = list(self.rows.column_names)
@@ -130,7 +129,7 @@ def load(name: Name) -> dict[str, Table]:
     where = name.path + (f":{name.config}" if name.config else "")
     try:
         loaded = datasets.load_dataset(name.path, name.config, **options)
-    # whatever stops a download: no network, no such name, a licence that was not accepted
+    # a download fails in many ways: no network, unknown name, licence not accepted
     except Exception as error:
         raise DataError(
             f"{where} could not be loaded from the Hugging Face hub ({_say(error)}). Check the "
@@ -169,7 +168,7 @@ def load_files(found: Found, cache_dir: Path) -> dict[str, Table]:
 
 
 def is_table(found: Found) -> bool:
-    """Whether files are for `datasets` to read; a mixture is an error."""
+    """Whether `datasets` reads the files; a mixture is an error."""
     paths = [path for part in found.files.values() for path in part]
     tables = [path.suffix.lower() == TABLE for path in paths]
     if any(tables) and not all(tables):
@@ -178,18 +177,18 @@ def is_table(found: Found) -> bool:
 
 
 def check_source(source: str | os.PathLike[str]) -> str:
-    """A source that may be a name on the hub; what looks like a path is a file that is missing."""
+    """Raise DataError if the source looks like a path: then a file is missing."""
     text = os.fspath(source)
     looks_like_path = text.startswith((".", "~", os.sep)) or len(Path(text).parts) > 2
     if not isinstance(source, str) or looks_like_path or not text or Path(text).suffix in ENDINGS:
         raise DataError(
-            f"{text!r} does not exist: neither a file, nor a folder, nor a corpus in one"
+            f"{text!r} does not exist: it is not a file, a folder, or a corpus in a folder"
         )
     return text
 
 
 def find_name(source: str, known: dict[str, Name], columns: tuple[str, ...] | None) -> Name:
-    """What a source means on the hub."""
+    """The dataset that a source names on the hub."""
     if source in known:
         return known[source]
     path, _, config = source.partition(":")
@@ -214,7 +213,9 @@ def hold_out(tables: dict[str, Table]) -> dict[str, Table]:
     train = tables["train"]
     held = max(1, min(int(len(train) * HELD_OUT), MOST_HELD_OUT))
     if len(train) < 2:
-        raise DataError(f"{train.where} has {len(train)} rows: too few to hold some out")
+        raise DataError(
+            f"{train.where} has {len(train)} rows: too few to hold out a part of it for validation"
+        )
     cut = len(train) - held
     return {**tables, "train": train.part(0, cut), "valid": train.part(cut, len(train))}
 
@@ -251,7 +252,7 @@ def _pick(batch: Any, column: str, n: int) -> Any:
 
 
 def _say(error: BaseException) -> str:
-    """The last line of the deepest cause, which is where `datasets` says what is wrong."""
+    """The last line of the deepest cause: there `datasets` says what is wrong."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()

@@ -1,7 +1,7 @@
 """Images with classes: digits, class folders, archives of them, and the hub.
 
 An archive is read once, into a memory-mapped array. Class folders and datasets of the hub are
-decoded when an item is asked for, so they may be larger than any cache.
+decoded on access, so they may be of any size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .pictures import Fit
 
 Array = np.ndarray[Any, Any]
 AUGMENTS = ("crop", "flip")
-# of ImageNet, for images that are not all here to be measured
+# ImageNet's mean and deviation, for images that are decoded on access
 USUAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -52,8 +52,8 @@ class ImageData:
 class Images(Dataset[dict[str, Any]]):
     """Item n is {"pixel_values": [C, H, W], "labels": int}: (pixel / 255 - mean) / std.
 
-    Random crops and flips depend on the seed, the epoch and the item alone; whoever trains calls
-    `set_epoch`, as transformers' Trainer does.
+    Random crops and flips depend on the seed, the epoch and the item alone. Call `set_epoch`
+    before each epoch, as transformers' Trainer does.
     """
 
     def __init__(
@@ -129,14 +129,12 @@ def images(
         columns: of a dataset on the hub, the image's and the label's.
         cache_dir: where decoded archives are kept; the platform's folder for caches by default.
         seed: of the random crops and flips.
-        on_progress: called with what is being done and how much of it is, from 0 to 1.
+        on_progress: called with the name of a task and its progress from 0 to 1.
     """
     if unknown := set(augment) - set(AUGMENTS):
-        raise ValueError(f"augment must be of {AUGMENTS}, but came with {sorted(unknown)}")
+        raise ValueError(f"augment must be of {AUGMENTS}, got {sorted(unknown)}")
     if channels not in (None, 1, 3) or (size is not None and size < 1):
-        raise ValueError(
-            f"channels must be 1 or 3 and size positive, but they came as {channels} and {size}"
-        )
+        raise ValueError(f"channels must be 1 or 3 and size positive, got {channels} and {size}")
     fit = Fit(size=size, channels=channels)
     found = _find_images(source, fit, columns, cache.choose_folder(cache_dir), on_progress)
     first = found.train[0]
@@ -199,7 +197,7 @@ def _find_images(
             found, train=folders.Fitted(found.train, fit), valid=folders.Fitted(found.valid, fit)
         )
     if not os.fspath(source):
-        raise DataError("a source must be named, but came empty")
+        raise DataError("source must not be empty")
     path = Path(source).expanduser()
     if path.exists():
         return folders.read(path, fit, folder, on_progress)

@@ -1,8 +1,8 @@
-"""Which files of a folder are train, valid and test: the names say it.
+"""Find train, valid and test files of a folder by their names.
 
 `tatoeba-train.tsv.xz` is the split `train` of the corpus `tatoeba`. A folder may hold the folders
-`lm`, `translation` and `vision`; then the one that fits is meant. A corpus without a file for valid
-keeps the end of its train split for it.
+`lm`, `translation` and `vision`; then the one that fits is meant. Without a valid file, the end
+of the train split is used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Found:
-    """The files of each split; one list under `all` where no name tells the splits apart."""
+    """The files of each split; all are under `all` if the names have no split."""
 
     where: Path
     files: dict[str, list[Path]] = field(default_factory=dict)
 
 
 def read_split(name: str) -> tuple[str, str | None]:
-    """The corpus and the split that a file's name says: `a-train.txt.xz` is of `a`, `train`."""
+    """The corpus and the split in a file's name: `a-train.txt.xz` is of `a`, `train`."""
     stem = strip_packing(name)
     for found in re.finditer(r"[A-Za-z]+", stem):
         for split, words in WORDS.items():
@@ -43,12 +43,12 @@ def read_split(name: str) -> tuple[str, str | None]:
 def find_files(
     source: str | os.PathLike[str], kind: str, suffixes: tuple[str, ...]
 ) -> Found | None:
-    """The files at `source`, a file, a folder, or a folder and a corpus in it; None if nothing is.
+    """The files at `source`: a file, a folder, or a folder and a corpus in it; None if missing.
 
-    `kind` is the name of the folder that this sort of data has, and `suffixes` how its files end.
+    `kind` is the name of the folder for this sort of data, `suffixes` those of its files.
     """
     if not os.fspath(source):
-        raise DataError("a source must be named, but came empty")
+        raise DataError("source must not be empty")
     path = Path(source).expanduser()
     if path.is_file():
         return Found(path, {"all": [path]})
@@ -84,7 +84,7 @@ def _sort(
     if not named:
         if set(splits) != {"all"}:
             raise DataError(
-                f"{folder} has files for {', '.join(sorted(splits))} but none whose name says train"
+                f"{folder} has {', '.join(sorted(splits))} files but none with train in its name"
             )
         return {"all": paths}
     (corpus,) = named

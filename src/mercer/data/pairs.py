@@ -74,7 +74,7 @@ class PairData:
         found = getattr(self, name) if name in ("train", "valid", "test") else None
         if found is None:
             has = [n for n in ("train", "valid", "test") if getattr(self, n) is not None]
-            raise ValueError(f"split must be one of {', '.join(has)}, but came as {name!r}")
+            raise ValueError(f"split must be one of {', '.join(has)}, got {name!r}")
         assert isinstance(found, Pairs)
         return found
 
@@ -94,7 +94,7 @@ class PairData:
         return EncodedPairs(stored, self.tokenizer.eos_token_id, max_length)
 
     def collate(self, items: Sequence[Item]) -> Item:
-        """Items side by side: inputs padded, with a mask; labels -100 where there is none."""
+        """A batch: padded inputs with a mask, and labels padded by -100."""
         inputs = [item["input_ids"] for item in items]
         pad = self.tokenizer.pad_token_id
         ids = pad_sequence(inputs, batch_first=True, padding_value=pad)  # [B, S]
@@ -111,7 +111,7 @@ class EncodedPairs(Dataset[Item]):
 
     def __init__(self, stored: cache.Stored, end: int, max_length: int | None) -> None:
         self.stored = stored
-        # no text has the end token inside, so it alone says where sides begin
+        # no text contains the end token, so the sides are found by it
         ends = np.flatnonzero(stored.array == end) + 1
         self.bounds = np.concatenate([[0], ends]).astype(np.int64)  # [2N + 1]
         longest = np.diff(self.bounds).reshape(-1, 2).max(1, initial=0)
@@ -120,7 +120,7 @@ class EncodedPairs(Dataset[Item]):
         if len(self.kept) == 0:
             raise ValueError(
                 f"max_length must let some pairs in, but the shortest has {longest.min()} tokens "
-                f"and max_length came as {max_length}"
+                f"and max_length is {max_length}"
             )
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ def pairs(
 def _find_pairs(
     source: str | os.PathLike[str], columns: tuple[str, str] | None, folder: Path, seed: int
 ) -> tuple[dict[str, Pairs], str]:
-    """The splits of a source, and what it is called."""
+    """The splits of a source, and its name."""
     if source == "embedded":
         drawn = draw_pairs(EMBEDDED, seed)
         name = f"embedded: synthetic German-English sentences of a small grammar, seed {seed}"
@@ -206,7 +206,7 @@ def _read_tables(tables: dict[str, hub.Table], columns: Sequence[str]) -> dict[s
     if not columns:
         columns = tables["train"].find_languages()
     if len(columns) != 2:
-        raise ValueError(f"columns must be two names, but came as {columns}")
+        raise ValueError(f"columns must be two names, got {columns}")
     return {
         split: Pairs((first, second) for first, second in table.read_texts(columns))
         for split, table in tables.items()
@@ -214,16 +214,16 @@ def _read_tables(tables: dict[str, hub.Table], columns: Sequence[str]) -> dict[s
 
 
 def _hold_out(splits: dict[str, Pairs], where: str) -> dict[str, Pairs]:
-    """With a valid split: the end of the train split, less sentences that are in what is left.
+    """Add a valid split from the end of the train split, without sentences of the rest.
 
-    A file alone gives up its end twice, for test too.
+    A single file gives a test split, too.
     """
     found = dict(splits)
     wanted = ("valid", "test") if "all" in found else ("valid",)
     if "all" in found:
         found["train"] = found.pop("all")
     if "train" not in found:
-        raise DataError(f"{where} has no file whose name says train")
+        raise DataError(f"{where} has no file with train in its name")
     held = max(1, min(int(len(found["train"]) * HELD_OUT), MOST_HELD_OUT))
     for split in wanted:
         if split not in found:

@@ -12,7 +12,7 @@ import numpy as np
 from .errors import DataError, need
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
-# larger than any image that Pillow's own limit lets in
+# larger than any image within Pillow's own limit
 LARGEST = 1 << 28
 
 
@@ -30,17 +30,17 @@ class Fit:
         if not data:
             raise DataError(f"{where} is empty")
         if len(data) > LARGEST:
-            raise DataError(f"{where} is larger than {LARGEST} bytes: no image")
+            raise DataError(f"{where} is not an image: it is larger than {LARGEST} bytes")
         try:
             with warnings.catch_warnings():
-                # an image of absurd size is an error, not a warning
+                # make Pillow's warning about huge images an error
                 warnings.simplefilter("error", pillow.DecompressionBombWarning)
                 with pillow.open(io.BytesIO(data)) as image:
                     image.load()
                     return self.apply(image, where)
         except DataError:
             raise
-        # Pillow's decoders raise many kinds for a damaged file
+        # Pillow raises many kinds of errors for a damaged file
         except Exception as error:
             raise DataError(f"{where} is not an image that can be read ({error})") from error
 

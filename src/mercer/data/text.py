@@ -63,16 +63,16 @@ class TextData:
         found = getattr(self, name, None) if name in ("train", "valid", "test") else None
         if found is None:
             has = [n for n in ("train", "valid", "test") if getattr(self, n) is not None]
-            raise ValueError(f"split must be one of {', '.join(has)}, but came as {name!r}")
+            raise ValueError(f"split must be one of {', '.join(has)}, got {name!r}")
         assert isinstance(found, TokenFile)
         return found
 
     def blocks(self, split: str, length: int) -> Blocks:
-        """Blocks one after the other, `labels` equal to `input_ids`; a shorter rest is left out."""
+        """Consecutive blocks, `labels` equal to `input_ids`; a shorter last block is left out."""
         return Blocks(self.split(split), length)
 
     def windows(self, split: str, length: int, stride: int | None = None) -> Windows:
-        """Overlapping windows in which every token but the first of the split is a label once."""
+        """Overlapping windows; every token but the first of the split is a label exactly once."""
         return Windows(self.split(split), length, length // 2 if stride is None else stride)
 
     def batches(self, split: str, length: int, size: int, *, epoch: int = 0) -> Iterator[Item]:
@@ -90,8 +90,7 @@ class Blocks(Dataset[Item]):
     def __init__(self, file: TokenFile, length: int) -> None:
         if not 1 < length <= len(file):
             raise ValueError(
-                f"length must be between 2 and the {len(file)} tokens of the split, "
-                f"but came as {length}"
+                f"length must be between 2 and the {len(file)} tokens of the split, got {length}"
             )
         self.file = file
         self.length = length
@@ -106,9 +105,9 @@ class Blocks(Dataset[Item]):
 
 
 class Windows(Dataset[Item]):
-    """Item n begins at n * stride; labels are -100 where an earlier window had them.
+    """Item n begins at n * stride; labels are -100 for tokens that an earlier window predicts.
 
-    The last window begins earlier than that, so that all are of one length.
+    The last window begins earlier, so that all have one length.
     """
 
     def __init__(self, file: TokenFile, length: int, stride: int) -> None:
@@ -117,7 +116,7 @@ class Windows(Dataset[Item]):
         if length < 2 or not 0 < stride < length:
             raise ValueError(
                 "length must be 2 or more and stride between 1 and length - 1 (the first token of "
-                f"a window is not predicted), but they came as {length} and {stride}"
+                f"a window is not predicted), got {length} and {stride}"
             )
         self.file = file
         self.length = min(length, len(file))
@@ -154,7 +153,7 @@ def text(
         column: the column of a table or of a dataset on the hub; "text" by default.
         cache_dir: where tokens are kept; the platform's folder for caches by default.
         seed: the order of `batches`; the splits do not depend on it.
-        on_progress: called with what is being done and how much of it is, from 0 to 1.
+        on_progress: called with the name of a task and its progress from 0 to 1.
     """
     folder = cache.choose_folder(cache_dir)
     corpus = _find_corpus(source, column, folder)

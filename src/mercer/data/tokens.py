@@ -1,8 +1,8 @@
 """Tokenizers: trained, spelled out in bytes, or loaded.
 
 A tokenizer is named "bpe:N" (a byte-level BPE of N tokens, trained on the train split), "bytes",
-"gpt2", a path to a tokenizer's files, or a name on the hub. What comes back is always one of
-transformers' fast tokenizers, so it can be saved beside a model.
+"gpt2", a path to a tokenizer's files, or a name on the hub. The result is
+always a fast tokenizer of transformers, so it can be saved beside a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .files import read_lines
 
 END = "<|endoftext|>"
 SPECIALS = {"eos_token": END, "bos_token": END}
-# a BPE of any size has seen enough after this many characters
+# enough characters to train a BPE of any size
 SAMPLE = 1 << 27
 
 
@@ -86,7 +86,7 @@ def choose(
 ) -> Any:
     """The tokenizer that `spec` names; a trained one is kept in `folder`.
 
-    `texts` and `fingerprint` are what a BPE is trained on, and a name for it.
+    A BPE is trained on `texts`; `fingerprint` is a hash of them.
     """
     specials = specials or SPECIALS
     if not isinstance(spec, str | os.PathLike):
@@ -95,7 +95,7 @@ def choose(
         return spell_bytes(specials)
     if str(spec).startswith("bpe:"):
         if not str(spec)[4:].isdecimal():
-            raise ValueError(f"a BPE is named like 'bpe:1024', but came as {spec!r}")
+            raise ValueError(f"a BPE is named like 'bpe:1024', got {spec!r}")
         return _train_once(int(str(spec)[4:]), fingerprint(), texts, folder, specials)
     path = Path(spec).expanduser()
     if spec == "gpt2" and not path.exists():
@@ -112,7 +112,7 @@ def _check(tokenizer: Any) -> Any:
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ValueError(
             "a tokenizer must be one of transformers' fast tokenizers, or the name of one, "
-            f"but came as {type(tokenizer).__name__}"
+            f"got {type(tokenizer).__name__}"
         )
     return tokenizer
 
@@ -175,10 +175,10 @@ def _download(name: str) -> Any:
     transformers = need("transformers")
     try:
         found = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    # whatever stops a download: no network, no such name, a licence that was not accepted
+    # a download fails in many ways: no network, unknown name, licence not accepted
     except Exception as error:
         raise DataError(
-            f"the tokenizer {name!r} is no path here and could not be loaded from the Hugging Face "
+            f"the tokenizer {name!r} is not a path and could not be loaded from the Hugging Face "
             "hub. Check the name and the network, or give a folder with its files "
             "(tokenizer.json, or vocab.json and merges.txt), 'bpe:N' or 'bytes'"
         ) from error

@@ -1,4 +1,4 @@
-"""Which backend runs: the first of the fitting rule that does not refuse, and why others do."""
+"""Choose the backend: the first one of the fitting rule that does not refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..backends.triton import backend as triton
 from ..term.mix import Smoothed, mix
 from . import rules
 
-# The order in which "auto" tries them is in rules.json; the reference takes everything.
+# The order in which "auto" tries them is in rules.json. The reference takes everything.
 BACKENDS: dict[str, Backend] = {
     b.name: b for b in cast(tuple[Backend, ...], (triton, sdpa, chunked, linear, flex))
 }
@@ -23,7 +23,7 @@ RULES = rules.read(rules.PATH.read_text(encoding="utf-8"), BACKENDS)
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend that runs, and what decided."""
+    """The backend that runs, and why."""
 
     name: str
     because: str
@@ -36,7 +36,7 @@ class Choice:
 
 
 def choose(tasks: tuple[Task, ...], backend: str) -> Choice:
-    """The named backend, or what the rules say; a named one that cannot run this raises."""
+    """The named backend, or the one that the rules choose. A named one that cannot run raises."""
     if backend == "reference":
         return Choice(name="reference", because="you named it")
     if backend != "auto":
@@ -76,7 +76,7 @@ def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:
 
 
 def kernels(tasks: tuple[Task, ...], name: str) -> str:
-    """Which kernels a backend runs, where it has several kinds."""
+    """Which kernels a backend runs, if it has several kinds."""
     return BACKENDS[name].kernels(tasks[0].device) if name in BACKENDS else ""
 
 

@@ -1,4 +1,4 @@
-"""A call of `smooth`, checked. Errors name what came and what was expected."""
+"""A call of `smooth`, checked. Errors say what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def prepare(
     log_mass: bool,
     backend: str,
 ) -> Problem:
-    """Raise ValueError where the arguments do not fit each other."""
+    """Check the arguments of a call; raise ValueError if they do not fit together."""
     if not isinstance(kernel, Kernel):
-        raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
+        raise ValueError(f"kernel must be a Kernel, got {type(kernel).__name__}")
     check_options(filter, backend, dropout_p)
     q, k = _features("q", q), _features("k", k)
     v = _features("v", v).part("content")
@@ -98,18 +98,18 @@ def prepare(
 
 
 def check_options(filter: object, backend: str, dropout_p: float) -> None:
-    """Raise ValueError for options that no input could make right."""
+    """Raise ValueError for options that are wrong for any input."""
     if not isinstance(filter, Filter):
-        raise ValueError(f"filter must be a Filter, but came as {type(filter).__name__}")
+        raise ValueError(f"filter must be a Filter, got {type(filter).__name__}")
     if backend not in NAMES:
-        raise ValueError(f"backend must be one of {', '.join(NAMES)}, but came as {backend!r}")
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {backend!r}")
     if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):
-        raise ValueError(f"dropout_p must be at least 0 and below 1, but came as {dropout_p}")
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
 
 
 @torch.no_grad()
 def _may_be_broken(q: Features, k: Features, v: Tensor) -> bool:
-    # To look at the data would synchronise with a GPU, and a graph has no branches.
+    # Reading the data would synchronise with the GPU, and a graph has no branches.
     if torch.compiler.is_compiling() or v.device.type != "cpu":
         return True
     # A sum is finite only if all its parts are; one pass without a copy.
@@ -118,7 +118,7 @@ def _may_be_broken(q: Features, k: Features, v: Tensor) -> bool:
 
 
 def _cleaned(x: Features, heads: int) -> tuple[Features, Tensor]:
-    """Finite features, and the places that were not, [B or 1, H, T]."""
+    """Features with zeros in place of NaN and infinity, and a mask of them, [B or 1, H, T]."""
     bad = [repeat(_broken(part), part.shape[0], heads) for part in x.tensors()]
     parts = {name: torch.where(part.isfinite(), part, 0.0) for name, part in x.items()}
     return Features(**parts), reduce(or_, bad)
@@ -136,7 +136,7 @@ def _features(name: str, x: object) -> Features:
 
 
 def _named(q: Features, k: Features, v: Tensor) -> list[tuple[str, Tensor]]:
-    """Every tensor under the name the user knows it by."""
+    """Every tensor, under its name in the user's call."""
     named = [(f"q.{n}" if n != "content" else "q", x) for n, x in q.items()]
     named += [(f"k.{n}" if n != "content" else "k", x) for n, x in k.items()]
     return [*named, ("v", v)]
@@ -165,7 +165,7 @@ def _batch(q: Features, k: Features, v: Tensor) -> int:
     sizes = {name: x.shape[0] for name, x in _named(q, k, v)}
     batch = v.shape[0] if v.shape[0] != 1 else next((n for n in sizes.values() if n != 1), 1)
     if any(size not in (1, batch) for size in sizes.values()):
-        raise ValueError(f"q, k and v must have one batch size, or 1, but came with {sizes}")
+        raise ValueError(f"q, k and v must have one batch size, or 1, got {sizes}")
     return batch
 
 
@@ -183,4 +183,4 @@ def _check_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> None:
 def _check_dtypes(q: Features, k: Features, v: Tensor) -> None:
     if any(x.dtype != v.dtype for x in (*q.tensors(), *k.tensors())):
         dtypes = {name: x.dtype for name, x in _named(q, k, v)}
-        raise ValueError(f"q, k and v must have one dtype, but came as {dtypes}")
+        raise ValueError(f"q, k and v must have one dtype, got {dtypes}")

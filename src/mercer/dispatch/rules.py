@@ -1,9 +1,9 @@
 """Which backends `auto` tries, and in which order: measured rules, in rules.json.
 
-For each family of devices there is a list of rules. A rule says when it fits and which backends to
-try; the first rule that fits decides, and where all its backends refuse, the next. The last rule of
-a family fits always. The file is meant to be edited by hand; `mercer bench --tune --write` adds
-what it measured on the machine it runs on.
+For each family of devices there is a list of rules. A rule has conditions and a list of
+backends to try. The first rule that fits decides; if all its backends refuse, the next. The last
+rule of a family always fits. The file is meant to be edited by hand; `mercer bench --tune --write`
+adds rules measured on this machine.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..term.links import Power
 from ..term.term import Term
 
 PATH = Path(__file__).with_name("rules.json")
-# hopper: CUDA of capability 9; cuda: every other GPU; cpu: all the rest.
+# hopper: CUDA of capability 9; cuda: every other GPU; cpu: everything else.
 FAMILIES = ("cpu", "hopper", "cuda")
-# What a backend has to compute for a term; `kind_of` says which is which.
+# What a backend has to compute for a term; see `kind_of`.
 KINDS = ("plain", "keyed", "adaptive", "several", "table", "power", "link", "mixed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a rule can ask about the terms of a call."""
+    """The properties of a call that conditions of rules compare."""
 
     kind: str
     half: bool
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When it fits, which backends to try, and where that was measured; None: no condition."""
+    """Conditions (None: no condition), backends to try, and where that was measured."""
 
     kind: str | None = None
     half: bool | None = None
@@ -80,13 +80,13 @@ class Rule:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """All that it asks, by name."""
+        """All conditions, by name."""
         names = [f.name for f in fields(self) if f.name not in ("backends", "because")]
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def when(self) -> str:
-        """The same in words."""
+        """The conditions in words."""
         said = [f"{name.replace('_', ' ')} {value}" for name, value in self.conditions.items()]
         return ", ".join(said) or "always"
 
@@ -95,7 +95,7 @@ Table = dict[str, tuple[Rule, ...]]
 
 
 def family(device: torch.device) -> str:
-    """The family of devices whose rules count."""
+    """The family of a device, which selects the rules."""
     if device.type != "cuda":
         return "cpu"
     return _family_of_gpu(-1 if device.index is None else device.index)
@@ -142,14 +142,14 @@ def kind_of(term: Term) -> str:
 
 
 def read(text: str, backends: Collection[str]) -> Table:
-    """The table from JSON; raises ValueError where it names what is not there."""
+    """The table from JSON; raises ValueError for unknown names."""
     raw = json.loads(text)
     if tuple(raw) != FAMILIES:
         raise ValueError(f"rules must have the families {FAMILIES}, but have {tuple(raw)}")
     table = {name: tuple(_rule(entry, backends) for entry in raw[name]) for name in FAMILIES}
     for name, rules in table.items():
         if not rules or rules[-1].conditions:
-            raise ValueError(f"the last rule of {name} must fit always")
+            raise ValueError(f"the last rule of {name} must have no conditions")
     return table
 
 
@@ -157,7 +157,7 @@ def _rule(entry: dict[str, Any], backends: Collection[str]) -> Rule:
     try:
         rule = Rule(**{**entry, "backends": tuple(entry["backends"])})
     except (TypeError, KeyError) as error:
-        raise ValueError(f"a rule must not read {entry}: {error}") from None
+        raise ValueError(f"this rule cannot be read: {entry}: {error}") from None
     if rule.kind is not None and rule.kind not in KINDS:
         raise ValueError(f"a rule's kind must be one of {KINDS}, but is {rule.kind!r}")
     unknown = [name for name in rule.backends if name not in backends]
@@ -184,11 +184,11 @@ def as_entry(rule: Rule) -> str:
 
 
 def put_first(table: Table, name: str, rules: Iterable[Rule]) -> Table:
-    """The table with these rules first, in place of those that ask the same but for sizes."""
+    """The table with these rules first. They replace rules that differ in sizes only."""
     new = tuple(rules)
     scopes = [_scope(rule) for rule in new]
     kept = tuple(rule for rule in table[name] if _scope(rule) not in scopes)
-    # Rules for few queries stand before those for any number.
+    # Rules for few queries go before those for any number.
     return {**table, name: tuple(sorted(new + kept, key=lambda r: r.at_most_queries is None))}
 
 

@@ -1,4 +1,4 @@
-"""Which backend runs a whole call of `vicinity`, if one takes it; and the lookup of taps."""
+"""Dispatch of whole calls of `vicinity`, and the lookup of taps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .problem import Problem
 
 
 class Backend(Protocol):
-    """What the module of a backend for convolved keys and values offers."""
+    """The protocol of backends for convolved keys and values."""
 
     name: str
 
@@ -25,7 +25,7 @@ class Backend(Protocol):
         """Whether NaN stays in the rows that see it; if not, it gets cleaned inputs."""
 
     def run(self, task: Task, convolution: Convolution) -> Smoothed | None:
-        """None where only the data show that it cannot run."""
+        """None if only the data show that it cannot run."""
 
 
 BACKENDS = cast(tuple[Backend, ...], (tokenwise,))

@@ -47,7 +47,7 @@ class Filter(Spec):
         raise NotImplementedError(f"{type(self).__name__} must define sees(b, i, j, start)")
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
-        """True if all of i sees all of j, False if nothing sees anything, None if not known."""
+        """True: every i sees every j. False: no i sees any j. None: unknown."""
         return None
 
     def joins(self, b: Index, j: Index, m: Index) -> Index:
@@ -73,14 +73,14 @@ class Filter(Spec):
         """Raise where the filter does not fit these shapes."""
 
     def until(self, num_keys: int, start: int) -> Filter:
-        """The filter of a whole sequence, seen when only its first keys are there (decoding)."""
+        """The filter of a whole sequence while only its first keys exist (decoding)."""
         return self
 
     def to(self, device: torch.device) -> Filter:
         return self
 
     def simplify(self, num_queries: int, num_keys: int) -> Filter:
-        """An equal filter of a simpler kind, where these lengths allow one."""
+        """An equivalent simpler filter for these lengths, if there is one."""
         last = num_keys - 1
         if num_queries and num_keys:
             start = num_keys - num_queries
@@ -112,7 +112,7 @@ class Filter(Spec):
         simple = self.simplify(num_queries, num_keys)
         if isinstance(simple, Full):
             return {"is_causal": False, "attn_mask": None}
-        # SDPA aligns the first query with the first key, so its flag means the same only here.
+        # SDPA aligns the first query with the first key, so is_causal fits only Q = K.
         if isinstance(simple, Causal) and num_queries == num_keys:
             return {"is_causal": True, "attn_mask": None}
         return {"is_causal": False, "attn_mask": simple.narrow_mask(num_queries, num_keys, device)}
@@ -120,7 +120,7 @@ class Filter(Spec):
     def narrow_mask(
         self, num_queries: int, num_keys: int, device: torch.device | str | None
     ) -> Tensor:
-        """The dense mask, with one row where all rows are equal."""
+        """The dense mask; a single row if all rows are equal."""
         return self.mask(1 if self.same_for_all else num_queries, num_keys, device)
 
     def mask_elements(self, num_queries: int, num_keys: int) -> int:
@@ -171,7 +171,7 @@ class Filter(Spec):
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, and which, these first."""
+    """Per block of queries: the number of visible key blocks, and their indices, visible first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int(), order.int()
 
@@ -212,7 +212,7 @@ class Causal(Filter):
 
 @dataclass(frozen=True)
 class Joined(Filter):
-    """Filters joined by one operation; nested ones of the same kind are flattened."""
+    """Filters joined by & or |; nested ones of the same kind are flattened."""
 
     filters: tuple[Filter, ...]
 
@@ -244,7 +244,7 @@ class Joined(Filter):
 
 @dataclass(frozen=True)
 class And(Joined):
-    """What all of them let through."""
+    """A key is visible if all filters show it."""
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return reduce(and_, (f.sees(b, i, j, start) for f in self.filters))
@@ -271,7 +271,7 @@ class And(Joined):
 
 @dataclass(frozen=True)
 class Or(Joined):
-    """What any of them lets through."""
+    """A key is visible if any filter shows it."""
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return reduce(or_, (f.sees(b, i, j, start) for f in self.filters))

@@ -25,9 +25,7 @@ class Padding(Filter):
         table = torch.as_tensor(lengths)
         whole = not table.is_floating_point() and table.dtype != torch.bool
         if table.dim() != 1 or not whole:
-            raise ValueError(
-                f"lengths must be whole numbers, one per sequence [B], but came as {lengths}"
-            )
+            raise ValueError(f"lengths must be whole numbers, one per sequence [B], got {lengths}")
         object.__setattr__(self, "lengths", table)
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
@@ -59,7 +57,7 @@ class Padding(Filter):
         shortest, longest = self.extremes
         if longest > num_keys or shortest < 0:
             raise ValueError(
-                f"lengths must be from 0 to the {num_keys} keys there are, "
+                f"lengths must be from 0 to the {num_keys} keys of the call, "
                 f"but reach from {shortest} to {longest}"
             )
 
@@ -67,7 +65,7 @@ class Padding(Filter):
         return Padding(self.lengths.clamp(max=num_keys))
 
     def simplify(self, num_queries: int, num_keys: int) -> Filter:
-        # A look at the data would stall an accelerator.
+        # Reading the data would synchronise with the GPU.
         return super().simplify(num_queries, num_keys) if self.lengths.is_cpu else self
 
     def to(self, device: torch.device) -> Filter:
@@ -99,7 +97,7 @@ class Documents(Filter):
         table = table[None] if table.dim() == 1 else table
         if table.dim() != 2 or table.is_floating_point():
             raise ValueError(
-                f"ids must be whole numbers [B, K], but came as {table.dtype} {list(table.shape)}"
+                f"ids must be whole numbers [B, K], got {table.dtype} {list(table.shape)}"
             )
         object.__setattr__(self, "ids", table)
 
@@ -128,7 +126,7 @@ class Documents(Filter):
         return {}
 
     def _range(self, span: Span) -> tuple[Tensor, Tensor]:
-        """The smallest and largest id among these places, per sequence."""
+        """The smallest and largest id at these places, per sequence."""
         if span not in self._ranges:
             part = self.ids[:, span.first : span.last + 1]
             self._ranges[span] = part.amin(-1), part.amax(-1)
@@ -150,7 +148,7 @@ class Documents(Filter):
         return Documents(self.ids[:, :num_keys])
 
     def simplify(self, num_queries: int, num_keys: int) -> Filter:
-        # A look at the data would stall an accelerator.
+        # Reading the data would synchronise with the GPU.
         return super().simplify(num_queries, num_keys) if self.ids.is_cpu else self
 
     def to(self, device: torch.device) -> Filter:

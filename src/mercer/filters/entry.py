@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the rest of the package must know of a filter."""
+    """What the rest of the package needs to know about a filter."""
 
-    # What the tests run over; filters with data have it for 2 sequences of 11 keys.
+    # Examples for the tests; filters with data are made for 2 sequences of 11 keys.
     examples: Mapping[str, Callable[[], Filter]]
     # The numbers that it takes in the bench, as in window:LEFT[:RIGHT]; None: must be given.
     numbers: Mapping[str, int | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Filters of the places alone: windows, memory, and the Sparse Transformer's patterns."""
+"""Filters of positions alone: windows, memory, and the Sparse Transformer's patterns."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Window(Filter):
         for name in ("left", "right"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < -1:
                 raise ValueError(
-                    f"{name} must be a whole number >= 0, or -1 for open, "
-                    f"but came as {getattr(self, name)}"
+                    f"{name} must be a whole number >= 0, or -1 for open, got {getattr(self, name)}"
                 )
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
@@ -57,7 +56,7 @@ class Window(Filter):
 
 @dataclass(frozen=True)
 class Earlier(Filter):
-    """j <= i - gap: causal without the nearest keys."""
+    """j <= i - gap: causal, without the nearest keys."""
 
     gap: int
 
@@ -87,7 +86,7 @@ class Memory(Filter):
 
     def __post_init__(self) -> None:
         if not isinstance(self.length, int) or self.length < 0:
-            raise ValueError(f"length must be a whole number >= 0, but came as {self.length}")
+            raise ValueError(f"length must be a whole number >= 0, got {self.length}")
 
     def oldest(self, start: int) -> int:
         return (start if self.start is None else self.start) - self.length
@@ -153,7 +152,7 @@ class Fixed(Filter):
     def __post_init__(self) -> None:
         _check_stride(self.stride)
         if not isinstance(self.summary, int) or not 1 <= self.summary <= self.stride:
-            raise ValueError(f"summary must be from 1 to {self.stride}, but came as {self.summary}")
+            raise ValueError(f"summary must be from 1 to {self.stride}, got {self.summary}")
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         same = i // self.stride == j // self.stride
@@ -181,4 +180,4 @@ class Fixed(Filter):
 
 def _check_stride(stride: object) -> None:
     if not isinstance(stride, int) or stride < 1:
-        raise ValueError(f"stride must be a whole number >= 1, but came as {stride}")
+        raise ValueError(f"stride must be a whole number >= 1, got {stride}")

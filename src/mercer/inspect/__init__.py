@@ -1,4 +1,4 @@
-"""Reading what a model learned: token kernels by part of speech."""
+"""Inspect trained models: token kernels by part of speech."""
 
 from .tags import Row as Row
 from .tags import Tags as Tags

@@ -1,4 +1,4 @@
-"""Numbers of tokens by part of speech: which tokens are words, their tags, and means by tag."""
+"""Numbers per token by part of speech: which tokens are words, their tags, and means by tag."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Path = str | os.PathLike[str]
 Shares = Mapping[str, float]
 Tagger = Callable[[str], str | Shares | None]
 
-# In byte-pair vocabularies of GPT-2's kind, a space before a word is written so.
+# How byte-level BPE vocabularies such as GPT-2's write a space before a word.
 SPACE = "\u0120"
 
 
 class Tags:
     """How often each word has each tag. Called with a word, it gives the most frequent one.
 
-    A word that is not there as it is written is looked up in lower case.
+    A word that is missing is looked up in lower case.
     """
 
     def __init__(self, counts: Mapping[str, Counter[str]]) -> None:
@@ -42,7 +42,7 @@ class Tags:
         return tags.most_common(1)[0][0] if tags else None
 
     def shares(self, word: str) -> dict[str, float] | None:
-        """Every tag of the word with its share, where one tag would hide the others."""
+        """All tags of the word, with their shares."""
         tags = self.find(word)
         return None if not tags else {tag: n / tags.total() for tag, n in tags.items()}
 
@@ -69,14 +69,14 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def words_of(vocabulary: Path | Mapping[str, int]) -> dict[int, str]:
-    """The tokens that are made of letters, as words, by their id; from GPT-2's vocab.json."""
+    """The tokens of letters only, as words, by id; from GPT-2's vocab.json."""
     tokens = _read_vocabulary(vocabulary)
     words = {id: token.removeprefix(SPACE) for token, id in tokens.items()}
     return {id: word for id, word in words.items() if re.fullmatch("[A-Za-z]+", word)}
 
 
 def words_in(text: str, vocabulary: Path | Mapping[str, int]) -> dict[int, str]:
-    """Those of them that are whole words of a text."""
+    """Those that are whole words of a text."""
     tokens = _read_vocabulary(vocabulary)
     found = {match.replace(" ", SPACE) for match in re.findall(" ?[A-Za-z]+", text)}
     return {tokens[t]: t.removeprefix(SPACE) for t in sorted(found) if t in tokens}
@@ -139,7 +139,7 @@ def by_tag(
 
 
 def rank_correlation(a: Mapping[str, float], b: Mapping[str, float]) -> float:
-    """Spearman's, over the names that both have; equal numbers share their rank."""
+    """Spearman's rank correlation over common names; equal numbers share their rank."""
     names = [name for name in a if name in b]
     if len(names) < 2:
         raise ValueError(f"two names in common are needed, but there are {len(names)}")

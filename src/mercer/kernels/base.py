@@ -1,4 +1,4 @@
-"""What a kernel is, and the algebra: sums and products of kernels are kernels."""
+"""The base class of kernels, and their algebra: sums and products of kernels are kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Kernel(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define log_weight(q, k)")
 
     def factored(self, q: Input, k: Input) -> tuple[Tensor, Tensor | None]:
-        """w = exp(first) * second; a second is given by kernels that touch zero or go below it."""
+        """w = exp(first) * second. Kernels that can be zero or negative return a second factor."""
         return self.log_weight(q, k), None
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
@@ -52,7 +52,7 @@ class Kernel(nn.Module):
         return self.query_parts
 
     def select(self, q: Input, k: Input) -> tuple[Tensor, Tensor]:
-        """The part of each that this kernel is on."""
+        """The parts of q and k that this kernel reads."""
         x, y = Features.of(q).part(self.on), Features.of(k).part(self.on)
         if x.shape[-1] != y.shape[-1]:
             raise ValueError(

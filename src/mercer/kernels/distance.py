@@ -30,8 +30,8 @@ Bandwidth = float | Sequence[float] | Tensor | None
 class Distance(Kernel):
     """link(-|q - k|^2 / 2 s^2); s is one number or one per head, s^2 = sqrt(D)/2 by default.
 
-    With a bandwidth given, s = exp(log_bandwidth). Without one, log_bandwidth starts at 0 and
-    counts from the default, which depends on D and so is known only when features come.
+    With a bandwidth given, s = exp(log_bandwidth). Without one, s = exp(log_bandwidth) times the
+    default. The default depends on D, so it is computed from the features of each call.
     """
 
     link: Link | None = None
@@ -148,7 +148,7 @@ class RationalQuadratic(Distance):
     ) -> None:
         super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
         if not (math.isfinite(alpha) and alpha > 0):
-            raise ValueError(f"alpha must be a positive finite number, but came as {alpha}")
+            raise ValueError(f"alpha must be a positive finite number, got {alpha}")
         self.link = Rational(float(alpha))
         self.alpha = alpha
 
@@ -182,7 +182,7 @@ class Matern(Distance):
         super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
         links: dict[float, Link] = {0.5: Matern12(), 1.5: Matern32(), 2.5: Matern52()}
         if nu not in links:
-            raise ValueError(f"nu must be 0.5, 1.5 or 2.5, but came as {nu}")
+            raise ValueError(f"nu must be 0.5, 1.5 or 2.5, got {nu}")
         self.nu = nu
         self.link = links[nu]
 
@@ -215,13 +215,13 @@ class AdaptiveRBF(Distance):
     ) -> None:
         super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
         if not (math.isfinite(reach) and reach > 0):
-            raise ValueError(f"reach must be a positive finite number, but came as {reach}")
+            raise ValueError(f"reach must be a positive finite number, got {reach}")
         self.reach = reach
         self.weight = nn.Parameter(torch.zeros(heads or 1, dim))
 
     @classmethod
     def _with_weight(cls, size: float, dim: int, *bandwidth: float, heads: int) -> AdaptiveRBF:
-        """Away from its start, where it is a plain RBF."""
+        """For tests: a random w. With the initial w = 0 it is a plain RBF."""
         kernel = cls(dim, *bandwidth, heads=heads)
         kernel.weight.data = normal(heads, dim).data * size
         return kernel
@@ -266,14 +266,13 @@ def _default(dim: int) -> float:
 def read_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
     """log s, checked: one number or one per head; zeros where none is given."""
     if heads is not None and heads < 1:
-        raise ValueError(f"heads must be at least 1, but came as {heads}")
+        raise ValueError(f"heads must be at least 1, got {heads}")
     if bandwidth is None:
         return torch.zeros(() if heads is None else (heads,))
     s = torch.as_tensor(bandwidth).detach().to(torch.get_default_dtype()).clone()
     if s.dim() > 1 or not bool((s.isfinite() & (s > 0)).all()):
         raise ValueError(
-            f"bandwidth must be positive and finite, one number or one per head, "
-            f"but came as {bandwidth}"
+            f"bandwidth must be positive and finite, one number or one per head, got {bandwidth}"
         )
     if heads is not None and s.dim() and s.numel() != heads:
         raise ValueError(f"bandwidth has {s.numel()} numbers for {heads} heads")

@@ -32,7 +32,7 @@ class Exponential(Kernel):
     def __init__(self, scale: float | None = None, on: str = "content") -> None:
         super().__init__()
         if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number, but came as {scale}")
+            raise ValueError(f"scale must be a finite number, got {scale}")
         self.scale = scale
         self.on = on
 
@@ -71,7 +71,7 @@ class Cosine(Kernel):
     def __init__(self, scale: float = 10.0, on: str = "content") -> None:
         super().__init__()
         if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"scale must be a positive finite number, but came as {scale}")
+            raise ValueError(f"scale must be a positive finite number, got {scale}")
         self.scale = scale
         self.on = on
 
@@ -105,8 +105,7 @@ class Polynomial(Kernel):
         super().__init__()
         if not isinstance(degree, int) or degree < 2 or degree % 2:
             raise ValueError(
-                f"degree must be an even number >= 2, but came as {degree}: "
-                "an odd power can be negative"
+                f"degree must be an even number >= 2, got {degree}: an odd power can be negative"
             )
         self.degree = degree
         self.on = on
@@ -119,7 +118,7 @@ class Polynomial(Kernel):
     def factored(self, q: Input, k: Input) -> tuple[Tensor, Tensor | None]:
         q, k = self.select(q, k)
         q, k = q.to(accumulator(q.dtype)), k.to(accumulator(k.dtype))
-        # Any positive number per query may move into the log; this one keeps powers in range.
+        # Any positive factor per query may move into the log. This one keeps powers in range.
         size = q.detach().norm(dim=-1, keepdim=True)
         size = torch.where(size > 0, size, 1.0)
         s = (q / size) @ k.mT
@@ -135,7 +134,7 @@ class Polynomial(Kernel):
 
 
 class Linear(Polynomial):
-    """<q, k>: it can be negative, so that the sum of weights can vanish."""
+    """<q, k>. It can be negative, so the sum of weights can be zero."""
 
     entry = Entry(kind="power", examples={"linear": lambda h, d: Linear(signed=True)})
 
@@ -144,15 +143,15 @@ class Linear(Polynomial):
     def __init__(self, signed: bool = False, on: str = "content") -> None:
         if not signed:
             raise ValueError(
-                "Linear gives negative weights, so their sum can vanish and the average blow up; "
-                "pass signed=True to have it all the same, or take Polynomial(2)"
+                "Linear gives negative weights, so their sum can be zero and the average infinite; "
+                "pass signed=True to use it anyway, or take Polynomial(2)"
             )
         super().__init__(2, on)
         self.degree = 1
 
 
 def inner(on: str) -> str:
-    """How <q, k> reads on a part."""
+    """<q, k> as text, for a part."""
     return "<q, k>" if on == "content" else f"<q.{on}, k.{on}>"
 
 

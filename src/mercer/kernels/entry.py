@@ -20,7 +20,7 @@ Build = Callable[[int, int], "Kernel"]  # from heads and features of a head
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the rest of the package must know of a kernel."""
+    """What the rest of the package needs to know about a kernel."""
 
     kind: str  # what a backend computes for it, one of dispatch.rules.KINDS
     examples: Mapping[str, Build]  # what the tests run over

@@ -31,7 +31,7 @@ class Positional(Kernel):
         return frozenset()
 
     def keep(self, name: str, table: Tensor) -> None:
-        """Parameters stay parameters; other tensors become buffers."""
+        """Register a parameter as a parameter, and any other tensor as a buffer."""
         if isinstance(table, nn.Parameter):
             self.register_parameter(name, table)
         else:
@@ -58,10 +58,10 @@ class Lookup(Positional):
         if table.dim() not in (2, 3) or table.shape[-2] % 2 == 0:
             raise ValueError(
                 "table must be [2c + 1, D] or [H, 2c + 1, D], with distance 0 in row c, "
-                f"but came as {list(table.shape)}"
+                f"got {list(table.shape)}"
             )
         if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number, but came as {scale}")
+            raise ValueError(f"scale must be a finite number, got {scale}")
         self.keep("table", table)
         self.scale = scale
         self.on = on
@@ -121,15 +121,13 @@ class RelativeSinusoid(Positional):
     ) -> None:
         super().__init__()
         if not (math.isfinite(base) and base > 0):
-            raise ValueError(f"base must be a positive finite number, but came as {base}")
+            raise ValueError(f"base must be a positive finite number, got {base}")
         self.on = on
         self.base = base
         if weight is None:
             self.register_parameter("weight", None)
         elif weight.dim() != 3 or weight.shape[-1] % 2:
-            raise ValueError(
-                f"weight must be [H, D, P] with an even P, but came as {list(weight.shape)}"
-            )
+            raise ValueError(f"weight must be [H, D, P] with an even P, got {list(weight.shape)}")
         else:
             self.keep("weight", weight)
 
@@ -183,7 +181,7 @@ class ALiBi(Positional):
         super().__init__()
         table = slopes if isinstance(slopes, Tensor) else torch.tensor([float(m) for m in slopes])
         if table.dim() != 1 or not bool(table.detach().isfinite().all()):
-            raise ValueError(f"slopes must be finite, one per head [H], but came as {slopes}")
+            raise ValueError(f"slopes must be finite, one per head [H], got {slopes}")
         self.keep("slopes", table)
 
     @property
@@ -247,13 +245,11 @@ class Buckets(Positional):
         if table.dim() != 2 or table.shape[0] < 2 or (bidirectional and table.shape[0] % 2):
             raise ValueError(
                 "table must be [buckets, H], with an even number of buckets if bidirectional, "
-                f"but came as {list(table.shape)}"
+                f"got {list(table.shape)}"
             )
         one_way = table.shape[0] // 2 if bidirectional else table.shape[0]
         if max_distance <= one_way // 2:
-            raise ValueError(
-                f"max_distance must be more than {one_way // 2}, but came as {max_distance}"
-            )
+            raise ValueError(f"max_distance must be more than {one_way // 2}, got {max_distance}")
         self.keep("table", table)
         self.max_distance = max_distance
         self.bidirectional = bidirectional
@@ -293,7 +289,7 @@ class Buckets(Positional):
 
 
 def _by_distance(most: int, bidirectional: bool, dtype: torch.dtype, table: Tensor) -> Tensor:
-    """A table of buckets as one of the distances from -most to most, [1, H, 1, 2 most + 1]."""
+    """The table of buckets, expanded to the distances -most..most: [1, H, 1, 2 most + 1]."""
     buckets, device = table.shape[0], table.device
 
     def make() -> Tensor:
@@ -302,13 +298,14 @@ def _by_distance(most: int, bidirectional: bool, dtype: torch.dtype, table: Tens
 
     index = constant(("buckets", buckets, most, bidirectional), device, make)
     table = table.to(dtype).mT
-    # As kernels read it, place by place; the faster way adds up gradients in no fixed order.
+    # The backward of index_select adds by atomics, in no fixed order; that of indexing is
+    # deterministic.
     found = table[:, index] if table.requires_grad else table.index_select(1, index)
     return found[None, :, None]
 
 
 def bucket(away: Tensor, buckets: int, most: int, bidirectional: bool) -> Tensor:
-    """Which of so many buckets has a distance; those from `most` on have the last."""
+    """The bucket of each distance; distances from `most` on are in the last one."""
     ahead = torch.zeros_like(away)
     if bidirectional:
         buckets //= 2
@@ -317,7 +314,7 @@ def bucket(away: Tensor, buckets: int, most: int, bidirectional: bool) -> Tensor
     else:
         away = away.clamp(min=0)
     exact = buckets // 2
-    # In float32, like the weights that were trained with it: the borders depend on rounding.
+    # In float32 as in T5: the bucket borders depend on rounding.
     ratio = (away.clamp(min=1).float() / max(exact, 1)).log()
     ratio = ratio / math.log(most / max(exact, 1))
     shared = exact + (ratio * (buckets - exact)).long()

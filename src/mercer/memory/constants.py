@@ -1,7 +1,7 @@
 """A cache of tensors that depend on shapes alone, such as sinusoids of places.
 
-To form one takes several small kernels, whose launches cost more than their work. A captured CUDA
-graph would run them at every replay.
+Each takes several small kernels, whose launches cost more than their work. Without the cache, a
+captured CUDA graph would run them at every replay.
 """
 
 from __future__ import annotations

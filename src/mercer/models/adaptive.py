@@ -1,8 +1,7 @@
 """Adaptive input and softmax: rare tokens have narrower vectors.
 
-The vocabulary is cut at `cutoffs`; part n has vectors of width d / div^n,
-and a projection to d where that is another width.
-Token ids must be sorted by frequency, the most frequent first. The head knows the tokens of the
+The vocabulary is cut at `cutoffs`. Part n has vectors of width d / div^n, projected to d. Token ids
+must be sorted by frequency, the most frequent first. The first softmax is over the tokens of the
 first part and one entry for each other part: log p(token) = log p(part) + log p(token | part).
 """
 
@@ -24,10 +23,10 @@ def split_vocabulary(
     if len(edges) < 3 or any(a >= b for a, b in pairwise(edges)):
         raise ValueError(
             f"cutoffs must rise from above 0 to below the vocabulary of {vocab_size}, "
-            f"but came as {list(cutoffs)}"
+            f"got {list(cutoffs)}"
         )
     if div < 1:
-        raise ValueError(f"div must be at least 1, but came as {div}")
+        raise ValueError(f"div must be at least 1, got {div}")
     return [
         (first, last - first, max(d_model // div**n, 1))
         for n, (first, last) in enumerate(pairwise(edges))
@@ -54,7 +53,7 @@ class AdaptiveEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, d_model]."""
-        # Every part for every place, and then the right one: shapes do not depend on the data.
+        # Compute every part for every place, then select: shapes do not depend on the data.
         out: Tensor | None = None
         for n, (first, size, _) in enumerate(self.parts):
             inside = (ids >= first) & (ids < first + size)
@@ -80,7 +79,7 @@ class AdaptiveSoftmax(nn.Module):
 
     @property
     def read_tables(self) -> int:
-        """How many weights of tables it reads for a token."""
+        """How many table weights it reads for a token."""
         return sum(size * width for _, size, width in self.parts)
 
     def forward(self, x: Tensor, tables: nn.ModuleList | None = None) -> Tensor:
@@ -99,7 +98,7 @@ class AdaptiveSoftmax(nn.Module):
         tables: nn.ModuleList | None = None,
         num_items: Tensor | int | None = None,
     ) -> Tensor:
-        """The mean of -log p of the next tokens, without the probabilities of all others."""
+        """The mean of -log p of the labels, without forming all probabilities."""
         x, target = x[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         head = self._head(x, tables)
         short = self.parts[0][1]

@@ -1,4 +1,4 @@
-"""What the models share: how weights start, how blocks are made, what padding means."""
+"""What the models share: initialisation, blocks, compilation, padding, decoding."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .config import KernelConfig
 from .parts import Parts, Place, build, most_places
 from .starts import restart
 
-# How often each block may be compiled: for other lengths, with and without gradients, and so on.
+# How often each block may be recompiled: other lengths, with and without gradients, and so on.
 VARIANTS = 4
 
 
 class KernelModel(PreTrainedModel):
-    """A transformer whose attention is any kernel smoother."""
+    """A transformer with any kernel smoother as attention."""
 
     config_class = KernelConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "memory"]  # noqa: RUF012
-    # Attention is the library's own; these say that nothing of transformers' must be set up.
+    # Attention is Mercer's; these flags tell transformers not to set up its own.
     _supports_sdpa = True
     _supports_flex_attn = False
-    # Whether shapes in the read-out follow from those of its input, as a graph wants it.
+    # Whether output shapes of the read-out depend on input shapes alone, as a graph needs.
     graph_read_out = True
-    # From the states after the last block: the loss, if there are labels, and the logits.
+    # Takes the states after the last block; returns the loss (with labels) and the logits.
     read_out: Callable[..., tuple[Tensor | None, Tensor | None]]
 
     @torch.no_grad()
@@ -94,42 +94,42 @@ class KernelModel(PreTrainedModel):
         return shared | more
 
     def make_input_position(self, length: int | None = None) -> Learned | Sinusoid | None:
-        """What is added to the embeddings, once."""
+        """The position that is added to the embeddings once."""
         kind = self.config.input_position
         if kind is None:
             return None
         length = self.config.context_length if length is None else length
         position = Learned(length) if kind == "learned" else Sinusoid()
         position.setup(self.config.d_model)
-        # Positions of a layer start with the layer.
+        # Positions are initialised with their layer.
         position.at_input = True  # type: ignore[assignment]
         return position
 
     def make_last_norm(self) -> nn.Module:
-        """The norm after all blocks; with norms after each sum, the last has already done it."""
+        """The norm after all blocks; post-norm blocks need none."""
         config = self.config
         if not config.pre_norm:
             return nn.Identity()
         return make_norm(config.norm, config.d_model, config.bias)
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError where learned positions or a grid have fewer places."""
+        """Raise ValueError if learned positions or a grid have fewer places than this length."""
         if self.most_places is not None and length > self.most_places:
             raise ValueError(
-                f"this model's positions know {self.most_places} places, but {length} came; "
+                f"this model's positions have {self.most_places} places, got {length}; "
                 "raise context_length, or take a system without learned positions"
             )
 
     def compile_parts(self, **options: Any) -> None:
         """Compile every block and the read-out in place, each by itself.
 
-        Layers of one kind share what is compiled, so that a deep model takes no longer than a
-        shallow one. The options are those of torch.compile.
+        Layers of one kind share compiled code, so a deep model compiles as fast as a shallow one.
+        The options are those of torch.compile.
         """
         import torch._dynamo.config as limits
 
         blocks = [module for module in self.modules() if isinstance(module, Block)]
-        # Dynamo counts what all blocks are compiled for together; past its limit it would silently
+        # Dynamo counts the recompilations of all blocks together. Past its limit it would silently
         # run the rest uncompiled.
         limits.recompile_limit = max(limits.recompile_limit, VARIANTS * len(blocks))
         for block in blocks:
@@ -139,7 +139,7 @@ class KernelModel(PreTrainedModel):
             self.__dict__["read_out"] = torch.compile(own, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is not compiled, as nn.Module has it.
+        # A copy is not compiled, as with nn.Module.compile.
         return {name: x for name, x in super().__getstate__().items() if name != "read_out"}
 
     @property
@@ -151,7 +151,7 @@ class KernelModel(PreTrainedModel):
 
 
 class Decoding(GenerationMixin):
-    """`generate`, with the library's own cache: transformers' knows one part of the keys only."""
+    """`generate` with Mercer's cache: that of transformers holds one part of the keys only."""
 
     cross = False
 
@@ -175,24 +175,24 @@ class Decoding(GenerationMixin):
     def choose_cache(
         self, given: object, use_cache: bool | None, labels: Tensor | None
     ) -> KernelCache | None:
-        """The cache that came, a new one where one is wanted, or None."""
+        """The given cache, a new one if `use_cache` is set, or None."""
         if given is not None:
             if not isinstance(given, KernelCache):
                 raise ValueError(
-                    f"past_key_values must be a KernelCache, but came as {type(given).__name__}"
+                    f"past_key_values must be a KernelCache, got {type(given).__name__}"
                 )
             return given
         assert isinstance(self, KernelModel)
         if use_cache is None:
             use_cache = self.config.use_cache and labels is None and not self.training
-        # A checkpointed block runs twice, and would be remembered twice.
+        # A checkpointed block runs twice, and would append its keys twice.
         if not use_cache or (self.training and self.is_gradient_checkpointing):
             return None
         return self.new_cache()
 
 
 def keep_last(x: Tensor, keep: int | Tensor) -> Tensor:
-    """The places whose logits are asked for: the last few, or these."""
+    """The places whose logits are wanted: the last `keep` ones, or these indices."""
     if isinstance(keep, int):
         return x[:, -keep:] if keep else x
     return x[:, keep]
@@ -201,23 +201,21 @@ def keep_last(x: Tensor, keep: int | Tensor) -> Tensor:
 def embed_places(
     position: Learned | Sinusoid | None, x: Tensor, before: int, offset: Tensor | None
 ) -> Tensor:
-    """x and the embeddings of its places, counted from `before`, or from each padding's end."""
+    """x plus the embeddings of its places, counted from `before`, or from the padding's end."""
     if position is None:
         return x
     places = torch.arange(before, before + x.shape[1], device=x.device)
     places = places if offset is None else (places - offset[:, None]).clamp(min=0)
-    # The model knows its length: a look at learned places would stall an accelerator.
+    # check_length has checked it: reading places here would synchronise with the GPU.
     t = position.weight[places] if isinstance(position, Learned) else position(places)
     return x + t.to(x.dtype)
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
-    """Raise ValueError for ids that are no tokens of this vocabulary."""
+    """Raise ValueError for ids outside the vocabulary."""
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"{name} must be whole numbers [B, T], but came as {ids.dtype} {list(ids.shape)}"
-        )
-    # A look at the data would stall an accelerator.
+        raise ValueError(f"{name} must be whole numbers [B, T], got {ids.dtype} {list(ids.shape)}")
+    # Reading the data would synchronise with the GPU.
     if is_known(ids) and ids.is_cpu and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
@@ -230,19 +228,19 @@ def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
 def read_mask(
     mask: Tensor | None, batch: int, length: int, *, causal: bool
 ) -> tuple[Filter | None, Tensor | None]:
-    """From attention_mask [B, K], 1 = a token: the filter it needs, and the padding on the left."""
+    """From attention_mask [B, K], 1 = token: the filter, and the padding on the left [B]."""
     if mask is None:
         return None, None
     if mask.dim() != 2 or mask.shape != (batch, length):
         raise ValueError(
             f"attention_mask must be {[batch, length]}, 1 for tokens and 0 for padding, "
-            f"but came as {list(mask.shape)}"
+            f"got {list(mask.shape)}"
         )
     mask = mask != 0
     if is_known(mask):
         if bool(mask.all()):
             return None, None
-        # Under a causal filter nothing sees padding that comes after it.
+        # Under a causal filter no query sees padding on its right.
         if causal and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             return None, None
     offset: Tensor | None = leading_zeros(mask)
@@ -252,5 +250,5 @@ def read_mask(
 
 
 def scale_of(config: Any) -> float:
-    """What embeddings are multiplied by."""
+    """The factor on the embeddings."""
     return math.sqrt(config.d_model) if config.embedding_scale else 1.0

@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def make_norm(kind: Norm, width: int, bias: bool) -> nn.Module:
-    """A layer norm, or a division by the root mean square with weights or without."""
+    """A layer norm, or an RMS norm with or without weights."""
     if kind == "layer":
         return nn.LayerNorm(width, bias=bias)
     return nn.RMSNorm(width, eps=1e-6, elementwise_affine=kind == "rms")
@@ -60,7 +60,7 @@ class FeedForward(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """x + attention(norm x), then x + cross-attention(norm x) to a context, then x + net(norm x).
+    """x + attention(norm x), then x + cross-attention(norm x) if any, then x + net(norm x).
 
     With `pre_norm=False` the norm comes after each sum instead.
     """
@@ -121,19 +121,17 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def residual(self) -> list[nn.Linear]:
-        """The last projections before each sum."""
+        """The last projection of each residual branch."""
         last = [self.attention.out, self.feed_forward.down]
         return last if self.cross is None else [*last, self.cross.out]
 
 
 def check_block(norm: object, activation: object) -> None:
-    """Raise ValueError for a name that there is not."""
+    """Raise ValueError for an unknown name."""
     if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(NORMS)}, but came as {norm!r}")
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be one of {', '.join(ACTIVATIONS)}, but came as {activation!r}"
-        )
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
 def norm_of(x: Tensor) -> Tensor:
@@ -142,10 +140,10 @@ def norm_of(x: Tensor) -> Tensor:
 
 
 def leading_zeros(mask: Tensor) -> Tensor:
-    """How many places of padding stand before each sequence, [B]."""
+    """The number of padding places on the left of each sequence, [B]."""
     return (mask.cumsum(1) == 0).sum(1)
 
 
 def is_known(x: Tensor) -> bool:
-    """Whether the data may be looked at: not in a graph, and not without data."""
+    """Whether the data can be read: not while compiling, not on the meta device."""
     return not torch.compiler.is_compiling() and x.device.type != "meta"

@@ -1,4 +1,4 @@
-"""What a model remembers while it decodes: one `mercer.nn.Cache` a layer, as transformers' Cache.
+"""The cache of a decoding model: one `mercer.nn.Cache` a layer, as a transformers Cache.
 
 What this must meet: `generate` in all its modes, greedy, sampling, beams (which reorder sequences)
 and rejected guesses (which crop); keys of any number of parts; token ids beside the keys; the
@@ -28,11 +28,11 @@ class KernelCache(TransformersCache):
         return len(self.each)
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
-        """How many places have been seen."""
+        """How many tokens are cached."""
         return self.each[layer_idx].length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: it grows without end."""
+        """-1: there is no limit."""
         return -1
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
@@ -48,7 +48,7 @@ class KernelCache(TransformersCache):
         self.cross = [Cache() for _ in self.cross]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these sequences in this order, as beam search asks."""
+        """Select sequences by index, as beam search does."""
         for cache in (*self.each, *self.cross):
             if cache.length:
                 cache.reorder(beam_idx.to(cache.values.device))

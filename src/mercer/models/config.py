@@ -1,4 +1,4 @@
-"""What a model is made of, as JSON: sizes, and the parts of its attention as text.
+"""The base of the configs. They are JSON: sizes, and the parts of attention as text.
 
 `system`, `system_options`, `kernel`, `position`, `value` and `filter` are each one entry for all
 layers, or a list with one for each layer.
@@ -32,7 +32,7 @@ class KernelConfig(PreTrainedConfig):
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             share = getattr(self, name)
             if not 0 <= share < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, but came as {share}")
+                raise ValueError(f"{name} must be at least 0 and below 1, got {share}")
 
     @property
     def head_dim(self) -> int:
@@ -51,7 +51,7 @@ def spread(parts: Mapping[str, Any], num_layers: int, what: str = "") -> list[Pa
         listed = isinstance(given, list | tuple)
         if listed and len(given) != num_layers:
             raise ValueError(
-                f"{what}{name} must have one entry for each of {num_layers} layers, but came with "
+                f"{what}{name} must have one entry for each of {num_layers} layers, got "
                 f"{len(given)}"
             )
         for layer, row in enumerate(each):
@@ -62,7 +62,7 @@ def spread(parts: Mapping[str, Any], num_layers: int, what: str = "") -> list[Pa
 
 
 def token_kernels(layers: Sequence[Parts], vocab_size: int) -> TokenKernels | None:
-    """The one object that all layers with token kernels share."""
+    """The TokenKernels that all layers share, or None."""
     each = [parts for parts in layers if parts.tokens is not None]
     if not each:
         return None
@@ -72,26 +72,25 @@ def token_kernels(layers: Sequence[Parts], vocab_size: int) -> TokenKernels | No
         asked = parts.system_options.get("vocab_size", vocab_size)
         if asked != vocab_size:
             raise ValueError(
-                f"vocab_size of {parts.system} must be the model's {vocab_size}, "
-                f"but came as {asked}"
+                f"vocab_size of {parts.system} must be the model's {vocab_size}, got {asked}"
             )
     return TokenKernels(vocab_size, **(each[0].tokens or {}))
 
 
 def check_whole(**sizes: Any) -> None:
-    """Raise ValueError for what is no whole number from 1 up."""
+    """Raise ValueError for a size that is not a whole number >= 1."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} must be a whole number from 1 up, but came as {size!r}")
+            raise ValueError(f"{name} must be a whole number from 1 up, got {size!r}")
 
 
 def check_names(input_position: object, residual_start: object) -> None:
-    """Raise ValueError for a name that there is not."""
+    """Raise ValueError for an unknown name."""
     if input_position not in (None, "learned", "sinusoid"):
         raise ValueError(
-            f"input_position must be 'learned', 'sinusoid' or None, but came as {input_position!r}"
+            f"input_position must be 'learned', 'sinusoid' or None, got {input_position!r}"
         )
     if residual_start not in ("scaled", "zero", "plain"):
         raise ValueError(
-            f"residual_start must be 'scaled', 'zero' or 'plain', but came as {residual_start!r}"
+            f"residual_start must be 'scaled', 'zero' or 'plain', got {residual_start!r}"
         )

@@ -66,7 +66,7 @@ class Count:
             return self.total * dtype.itemsize
         if optimizer not in STATES:
             raise ValueError(
-                f"optimizer must be one of {', '.join(STATES)} or None, but came as {optimizer!r}"
+                f"optimizer must be one of {', '.join(STATES)} or None, got {optimizer!r}"
             )
         tokens = batch * self.length
         fixed = self.total * 4 * (2 + STATES[optimizer])
@@ -87,7 +87,7 @@ def count(model: PreTrainedModel | PreTrainedConfig, length: int | None = None) 
     config: Any = model.config
     length = getattr(config, "places", None) or config.context_length if length is None else length
     if length < 1:
-        raise ValueError(f"length must be at least 1, but came as {length}")
+        raise ValueError(f"length must be at least 1, got {length}")
     layers = [m for m in model.modules() if isinstance(m, KernelAttention | GaussianAttention)]
     forward = sum(_linear(m, length, config) for m in model.modules())
     forward += sum(_attention(layer, length, _segments(config, length)) for layer in layers)
@@ -151,7 +151,7 @@ def _linear(module: nn.Module, length: int, config: Any) -> float:
 
 
 def _segments(config: Any, length: int) -> list[tuple[int, int]]:
-    """How many tokens are read at once, and how many states are remembered then."""
+    """Tokens in a segment, and how many remembered states it sees."""
     size = getattr(config, "segment_length", None)
     if size is None or length <= size:
         return [(length, 0)]
@@ -165,7 +165,7 @@ def _attention(layer: Attention, length: int, segments: list[tuple[int, int]]) -
     seen = sum(visible_pairs(layer.filter, *segment) for segment in segments) / length
     flops = 2.0 * layer.num_heads * (seen * cost.pair + cost.tables)
     if isinstance(layer, KernelAttention):
-        # Keys and values of what is remembered are formed anew.
+        # Keys and values of remembered states are projected again.
         again = sum(before for _, before in segments) / length
         flops += (
             2.0 * again * ((layer.key or layer.query).weight.numel() + layer.value.weight.numel())

@@ -1,4 +1,4 @@
-"""Filters of layers, joined with those of a model and a batch."""
+"""Filters of layers, joined with the filter of a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..filters.base import Joined
 
 
 def join(*filters: Filter | None) -> Filter:
-    """What all filters let through, written as simply as it goes."""
+    """The intersection of all filters, simplified."""
     kept = [f for f in filters if f is not None and not isinstance(f, Full)]
     if any(f.causal and not isinstance(f, Causal) for f in kept):
         kept = [f for f in kept if not isinstance(f, Causal)]
@@ -21,7 +21,7 @@ def join(*filters: Filter | None) -> Filter:
 
 
 def with_padding(own: Filter, padding: Filter | None, offset: Tensor | None) -> Filter | None:
-    """A layer's filter with that of the batch; None where the layer's own is enough."""
+    """A layer's filter joined with the padding of the batch; None without padding."""
     if padding is None:
         return None
     each = own.filters if isinstance(own, Joined) else (own,)

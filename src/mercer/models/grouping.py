@@ -1,4 +1,4 @@
-"""Which parameters learn at which rate."""
+"""Groups of parameters with their own learning rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUPS = ("bandwidth", "token_kernels", "rest")
 def groups(model: nn.Module) -> dict[str, list[str]]:
     """The names of a model's parameters: "bandwidth", "token_kernels" and "rest".
 
-    Bandwidths are the scales of kernels: log_bandwidth, what steers it, and learned slopes.
+    Bandwidths are log_bandwidth, the weights of per-query bandwidths, and learned slopes.
     """
     group: dict[int, str] = {}
     for module in model.modules():

@@ -26,8 +26,8 @@ from .parts import Place
 class KernelLM(KernelModel, Decoding, GenerationMixin):
     """log p(token | tokens before it), for any attention; no token sees a later one.
 
-    `forward` takes what every causal language model of transformers takes, and `memory`, a list
-    from `new_memory`, for segments that see the states of the segments before them.
+    `forward` takes the arguments of causal language models in transformers. It also takes
+    `memory`, a list from `new_memory`: each segment sees the states of earlier segments.
     """
 
     config: KernelLMConfig
@@ -109,7 +109,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the next token at every place, [B, T, vocab], and the loss if labels come.
+        """Logits of the next token at every place, [B, T, vocab], and the loss if labels are given.
 
         Labels are shifted here; -100 is left out. `attention_mask` is [B, T], or with a cache
         [B, seen + T], and 0 for padding, on either side.
@@ -149,7 +149,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         memory: Sequence[SegmentMemory] | None,
         keep: bool,
     ) -> list[Tensor]:
-        """The states after the last block, [B, T, d_model]; to keep, those before it come first."""
+        """The states after the last block, [B, T, d_model]; with `keep`, after all earlier ones."""
         before = self._seen(cache, memory)
         batch, new = input_ids.shape
         self.check_length(before + new)
@@ -199,16 +199,20 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         self, memory: Sequence[SegmentMemory], mask: Tensor | None, cached: bool
     ) -> None:
         if cached:
-            raise ValueError("memory and a cache are two ways to remember: give one of them")
+            raise ValueError("memory and a cache exclude each other: give one of them")
         if len(memory) != len(self.blocks):
             raise ValueError(
                 f"memory must have one entry for each of {len(self.blocks)} layers, "
-                f"but came with {len(memory)}"
+                f"got {len(memory)}"
             )
         if mask is not None and not bool(mask.all()):
-            raise ValueError("a memory goes with segments without padding, but a mask came")
+            raise ValueError(
+                "a memory needs segments without padding, but an attention_mask was given"
+            )
         if self.training and self.is_gradient_checkpointing:
-            raise ValueError("gradient checkpointing runs a block twice, a memory only once")
+            raise ValueError(
+                "gradient checkpointing runs a block twice, which would update a memory twice"
+            )
 
     @staticmethod
     def _seen(cache: KernelCache | None, memory: Sequence[SegmentMemory] | None) -> int:
@@ -221,6 +225,6 @@ def _windows(config: KernelLMConfig) -> list[Filter | None]:
     if config.windows is None:
         return [None] * config.num_layers
     assert config.short_window is not None
-    # A long layer sees all that the layer's own filter lets through.
+    # A long layer keeps its own filter.
     filters = layer_windows(config.windows, config.num_layers, short=config.short_window)
     return [f if isinstance(f, Window) else None for f in filters]

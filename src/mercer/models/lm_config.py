@@ -1,4 +1,4 @@
-"""What a language model is made of."""
+"""The config of language models."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ class KernelLMConfig(KernelConfig):
 
     Args:
         vocab_size, d_model, num_layers, num_heads, d_ff: its sizes; d_ff is 4 d_model unless given.
-        context_length: the longest sequence it is made for; learned positions have as many places.
+        context_length: the length it is made for; the number of learned positions.
         system, system_options, kernel, position, value, filter: one for all layers, or a
             list with one for each.
         num_kv_heads: fewer heads for keys and values.
         norm: "layer", "rms", or "rms-plain" for a division by the root mean square without weights.
-        pre_norm: norms before each net, or after each sum.
+        pre_norm: norms before each sub-layer, or after each sum.
         activation: "relu", "gelu", "relu2" (its square) or "silu".
         bias: whether linear maps and layer norms have one.
-        normalize: divide q and k by their root mean square, after a rotation.
-        value_embeddings: on alternate layers, the last one included, a vector of the token is added
-            to the values; `kundu2026` has no values to add it to.
+        normalize: divide q and k by their root mean square per head, after a rotation.
+        value_embeddings: on every second layer, the last included, a vector of the token is added
+            to the values. Not for `kundu2026`, which has no value projection.
         windows, short_window: a pattern such as "SSSL"; S sees `short_window` places back, L all.
         memory_length: how many states of earlier segments `new_memory` holds in each layer.
-        segment_length: read what is longer, where no cache is kept, segment by segment: each sees
-            the states of those before it, without gradient (Transformer-XL).
-        input_position: "learned" or "sinusoid", added once to the embeddings; None: not at all. The
-            positions of the layers are theirs.
+        segment_length: without a cache, read longer sequences segment by segment. Each segment
+            sees the states of earlier ones, without gradient (Transformer-XL).
+        input_position: "learned" or "sinusoid", added once to the embeddings; None: not added.
+            It is independent of the positions in the layers.
         embedding_scale: multiply embeddings by sqrt(d_model).
         embedding_norm: divide them by their root mean square.
         cutoffs, div: adaptive input and softmax: where the vocabulary is cut (ids must be sorted by
             frequency), and by how much each part is narrower than the one before.
-        logit_cap: c tanh(logit / c).
-        dropout, attention_dropout, activation_dropout: after each net, of weights, inside the net.
+        logit_cap: c, replaces each logit by c tanh(logit / c).
+        dropout, attention_dropout, activation_dropout: after each sub-layer, of attention weights,
+            inside the feed-forward net.
         initializer_range: the standard deviation of all weights; None: 1 / sqrt(their inputs).
-        residual_start: "scaled" by 1 / sqrt(2 num_layers), "zero" or "plain".
-        backend: as in `mercer.smooth`.
+        residual_start: the last projection of a residual branch: "scaled" by 1 / sqrt(2
+        num_layers), "zero" or "plain". backend: as in `mercer.smooth`.
     """
 
     model_type = "mercer-lm"
@@ -133,5 +134,5 @@ class KernelLMConfig(KernelConfig):
         self.layer_parts()
 
     def layer_parts(self) -> list[Parts]:
-        """What every layer's attention is made of."""
+        """The parts of every layer's attention."""
         return spread({name: getattr(self, name) for name in PARTS}, self.num_layers)

@@ -1,8 +1,8 @@
 """The attention of a layer, from the words of a config.
 
-What this must meet: any system or any four parts, in a decoder (always causal), an encoder (sees
-all unless a filter is asked for) or towards a context; token kernels are one object for a whole
-model; a model may be made on the meta device, as transformers does when it loads one.
+Requirements: any system or any four parts; in a decoder (always causal), an encoder (sees all
+unless a filter is given) or cross-attention; one TokenKernels object for a whole model;
+construction on the meta device, as transformers does when it loads a model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKEN_OPTIONS = ("size", "on", "heads", "layers", "temperature", "boundary", "st
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a config says of one layer's attention; the four parts are text, None: the system's.
+    """The attention of one layer, as text from a config; None: as the system has it.
 
     Without a system, the options are those of `KernelAttention`.
     """
@@ -54,10 +54,10 @@ class Parts:
     filter: str | None = None
 
     def check(self) -> Parts:
-        """The same, or a ValueError that says what is wrong."""
+        """Return self, or raise ValueError."""
         if self.system is not None:
             systems.find(self.system)
-        # Bandwidths are looked at, which memory without data (the meta device) does not allow.
+        # On the CPU: kernels read the values of bandwidths, which the meta device does not have.
         with torch.device("cpu"):
             for name in ("kernel", "position", "filter"):
                 if getattr(self, name) is not None:
@@ -66,7 +66,7 @@ class Parts:
 
     @property
     def tokens(self) -> dict[str, Any] | None:
-        """The options of the token kernels, None where there are none."""
+        """The options of the token kernels, or None."""
         if not systems.has_token_kernels(self.system):
             return None
         return {n: x for n, x in self.system_options.items() if n in TOKEN_OPTIONS}
@@ -84,11 +84,11 @@ class Place:
     memory: int | None = None
     window: Filter | None = None
     tokens: TokenKernels | None = None
-    # The patches of an image and the tokens before them.
+    # For images: the grid of patches, and how many tokens stand before them.
     grid: tuple[int, int, int] | None = None
-    # Whether x comes normalised, as Gaussian attention wants it.
+    # Whether x is normalised, as Gaussian attention expects.
     normalized: bool = True
-    # Arguments of KernelAttention that are no parts.
+    # Arguments of KernelAttention besides the four parts.
     shape: Mapping[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     backend: str = "auto"
@@ -98,7 +98,7 @@ def build(parts: Parts, place: Place) -> Attention:
     """The attention of one layer."""
     if torch.get_default_device().type != "meta":
         return _build(parts, place)
-    # Bandwidths and tables are read as they are made, which memory without data does not allow.
+    # On the CPU: bandwidths and tables are read when made, which the meta device cannot do.
     tokens, rows = place.tokens, place.shape.get("value_vocab")
     small = replace(
         place,
@@ -150,14 +150,10 @@ def _gaussian(name: str, options: dict[str, Any], place: Place) -> Attention:
     if isinstance(position, Rotary):
         options["rotary"] = position
     elif position is not None and not isinstance(position, NoPosition):
-        raise ValueError(
-            f"the position of {name} must be Rotary() or NoPosition(), but came as {position}"
-        )
+        raise ValueError(f"the position of {name} must be Rotary() or NoPosition(), got {position}")
     for part in ("kernel", "value"):
         if part in options:
-            raise ValueError(
-                f"{name} has a {part} of its own: leave it out, or name another system"
-            )
+            raise ValueError(f"{name} has its own {part}: leave it out, or name another system")
     if isinstance(options.get("rotary"), int | float) and options["rotary"] is not True:
         options["rotary"] = Rotary(options["rotary"]) if options["rotary"] else False
     options = {"normalize": not place.normalized} | options
@@ -181,7 +177,7 @@ def _kernel_attention(parts: Parts, options: dict[str, Any], place: Place) -> At
             options["position"] = bare
             options.setdefault("value", "content")
     if isinstance(position, NoPosition):
-        # There is nothing to add to the values of a system that adds it.
+        # NoPosition has no embedding to add to the values, also where the system adds one.
         options.setdefault("value", "content")
     if name is None:
         layer = _checked(KernelAttention, "the layer", place, options)
@@ -193,7 +189,7 @@ def _kernel_attention(parts: Parts, options: dict[str, Any], place: Place) -> At
 
 
 def _fit(base: str | None, options: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Sizes of positions that follow from those of the model."""
+    """Sizes of positions that follow from the sizes of the model."""
     if base == "child2019":
         return {"max_length": place.max_length} | options
     if base == "dai2019" and place.memory is not None:
@@ -209,12 +205,12 @@ def _fit(base: str | None, options: dict[str, Any], place: Place) -> dict[str, A
 
 
 def _position_for(kernel: Kernel, place: Place) -> Position | None:
-    """A position that gives the parts which the kernel itself reads, and no factor of its own."""
+    """A position that provides the parts the kernel reads, and adds no factor."""
     parts = kernel.query_parts
     position: Position
     if {"height", "width"} & parts:
         if place.grid is None:
-            raise ValueError("a kernel on 'height' or 'width' needs an image; use on='position'")
+            raise ValueError("kernels on 'height' or 'width' are for images; use on='position'")
         height, width, prefix = place.grid
         position = Grid2D(height, width, prefix=prefix)
     elif "position" in parts:
@@ -240,7 +236,8 @@ def _checked(builder: Any, name: str, place: Place, options: dict[str, Any]) -> 
         known = [n for n in inspect.signature(KernelAttention).parameters if n != "self"]
         unknown = str(error).split("argument")[-1].strip().strip("'")
         raise ValueError(
-            f"{name} takes no option {unknown!r}; besides its own it takes: {', '.join(known[2:])}"
+            f"{name} takes no option {unknown!r}; besides the system's options it takes: "
+            f"{', '.join(known[2:])}"
         ) from None
     return layer
 
@@ -248,7 +245,7 @@ def _checked(builder: Any, name: str, place: Place, options: dict[str, Any]) -> 
 def _filter(own: Filter, parts: Parts, place: Place) -> Filter:
     if place.role == "decoder":
         return join(own, Causal(), place.window)
-    # A system's own filter is that of a decoder; an encoder has another only where asked for.
+    # A system's filter is for decoders; an encoder is unfiltered unless its config has a filter.
     asked = parts.filter is not None or "filter" in parts.system_options
     return join(own if asked else Full(), place.window)
 
@@ -256,7 +253,7 @@ def _filter(own: Filter, parts: Parts, place: Place) -> Filter:
 def _check_cross(layer: Attention) -> None:
     if layer.joined_kernel.relative:
         raise ValueError(
-            "cross-attention cannot count i - j step by step, but came with "
+            "cross-attention cannot decode a kernel of i - j step by step, got "
             f"{layer.joined_kernel}; use NoPosition, DirectSum or ProductKernel, and a kernel of "
             "the features alone"
         )
@@ -274,7 +271,7 @@ class Cost:
 
 @torch.no_grad()
 def _try(layer: Attention) -> Cost:
-    """One place through the kernel, so that sizes that do not fit are said now."""
+    """Run one place through the kernel, so that sizes that do not fit raise here."""
     weight = layer.out.weight
     x = torch.zeros(1, 1, layer.d_model, dtype=weight.dtype, device=weight.device)
     q, k, v, _ = layer.parts(x)
@@ -287,9 +284,9 @@ def _try(layer: Attention) -> Cost:
 
 
 def _lend(layer: KernelAttention, tokens: TokenKernels) -> None:
-    """The token kernels belong to the model; a layer uses them without owning them."""
+    """Give the layer the model's token kernels without registering them as its submodule."""
     layer._modules.pop("tokens", None)
-    # Layers without kernels are the same layer to a compiler, which is not to ask their number.
+    # None for layers without kernels: torch.compile would specialise on the layer number.
     object.__setattr__(layer, "tokens", tokens if tokens.acts_on(layer.layer) else None)
 
 
@@ -303,7 +300,7 @@ def _like(tokens: TokenKernels | None) -> TokenKernels | None:
 
 
 def most_places(layer: nn.Module) -> int | None:
-    """How many places the layer's positions know, None for any number."""
+    """The number of places the layer's positions have; None: no limit."""
     limits = [m.max_length for m in layer.modules() if isinstance(m, Learned)]
     limits += [m.prefix + m.height * m.width for m in layer.modules() if isinstance(m, Grid2D)]
     return min(limits, default=None)

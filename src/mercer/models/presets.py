@@ -122,7 +122,7 @@ VIT: dict[str, dict[str, Any]] = {
         "num_labels": 10,
     },
 }
-# The cuts of Transformer-XL's vocabulary on WikiText-103.
+# The cutoffs of Transformer-XL's vocabulary on WikiText-103.
 XL_CUTOFFS = (20000, 40000, 200000)
 
 
@@ -143,12 +143,12 @@ def lm(
     if name == "nano":
         fields |= _nano(depth)
         if system is not None:
-            # The position is the system's; rotation and value embeddings are not for all.
+            # Positions are the system's. Not every system takes rotation or value embeddings.
             fields.pop("position")
         if systems.is_gaussian(system):
             fields |= {"normalize": False, "value_embeddings": False}
     elif depth != 20:
-        raise ValueError(f"depth is a knob of nano, but came with {name!r}: use num_layers")
+        raise ValueError(f"depth is for the preset nano, not for {name!r}: use num_layers")
     if adaptive:
         size = fields["vocab_size"] if vocab_size is None else vocab_size
         fields["div"] = 1
@@ -184,7 +184,7 @@ def vit(name: str = "tiny", *, system: str | None = None, **overrides: Any) -> K
 
 def _nano(depth: int) -> dict[str, Any]:
     if not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"depth must be a whole number from 1 up, but came as {depth!r}")
+        raise ValueError(f"depth must be a whole number from 1 up, got {depth!r}")
     d_model = -(-64 * depth // 128) * 128
     return {"num_layers": depth, "d_model": d_model, "num_heads": d_model // 128}
 
@@ -204,6 +204,6 @@ def _with(
     given = {"system": system, "vocab_size": vocab_size}
     kernel = overrides.get("kernel")
     if isinstance(kernel, str) and parse.kernel(kernel).query_parts - {"content"}:
-        # A kernel that reads places itself stands in the place of the preset's position.
+        # A kernel that reads positions replaces the preset's position.
         fields = {name: x for name, x in fields.items() if name != "position"}
     return fields | {n: x for n, x in given.items() if x is not None} | dict(overrides)

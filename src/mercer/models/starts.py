@@ -1,4 +1,4 @@
-"""Where the parameters of kernels and positions start, for models that are filled later."""
+"""Initial values of kernels and positions, for models that are initialised later."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from transformers import initialization as init
 from ..nn import TokenKernels
 from ..systems import Attention
 
-# Parameters of more numbers are drawn anew rather than kept beside the model.
+# Larger parameters are drawn again instead of stored.
 KEPT = 1024
 
 
 def remember_start(layer: Attention) -> None:
-    """Where parameters of kernels and positions start, for a model whose memory is filled later."""
+    """Record the initial values of kernels and positions, for a model on the meta device."""
     for module in layer.modules():
         if isinstance(module, nn.Linear | nn.Embedding | TokenKernels):
             continue
@@ -28,7 +28,7 @@ def remember_start(layer: Attention) -> None:
 
 @torch.no_grad()
 def restart(module: nn.Module) -> None:
-    """The parameters of a kernel or a position back to their start."""
+    """Set the parameters of a kernel or a position to their initial values."""
     starts: dict[str, Tensor | float] = module.starts  # type: ignore[assignment]
     for name, start in starts.items():
         x = getattr(module, name)

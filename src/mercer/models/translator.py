@@ -1,8 +1,8 @@
-"""The translator: an encoder that sees all of the source, a decoder that sees what it has written.
+"""The translator: an encoder that sees all of the source, and a causal decoder.
 
-Self-attention of the encoder, self-attention of the decoder and cross-attention have parts of their
-own. Padding of the source may be anywhere: the encoder moves it behind the tokens, so that each
-sentence is read as if it were alone, and its output is in that order.
+The encoder's self-attention, the decoder's self-attention and cross-attention are configured
+separately. Padding of the source may be anywhere: the encoder moves it behind the tokens, so each
+sentence gives the same states as without padding. The encoder's output has that order.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         for n, (own, towards) in enumerate(zip(layers, config.cross_parts(), strict=True)):
             if towards.tokens is not None:
                 raise ValueError(
-                    f"token kernels are for self-attention: {towards.system} has no cross part"
+                    f"token kernels are for self-attention: {towards.system} has no cross-attention"
                 )
             cross = build(towards, self.place("cross", n, self))
             assert isinstance(cross, KernelAttention)
@@ -108,7 +108,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         self.post_init()
 
     def place(self, role: Role, layer: int, owner: Any) -> Place:
-        """Where a layer stands; the owner has the token kernels."""
+        """The sizes and options of a layer; `owner` holds the token kernels."""
         config = self.config
         return Place(
             d_model=config.d_model,
@@ -139,7 +139,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         self.head = new_embeddings  # type: ignore[assignment]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """What the decoder reads: the start token, and then the labels but the last."""
+        """The decoder's input: the start token, then the labels without the last."""
         start = self.config.decoder_start_token_id
         if start is None:
             raise ValueError("the config has no decoder_start_token_id, bos or eos to start from")
@@ -162,10 +162,10 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
-        """Logits of the next token of the target at every place, and the loss if labels come.
+        """Logits of the next token of the target at every place, and the loss if labels are given.
 
         Labels [B, T] are the target with its end; -100 is left out. The decoder reads them one
-        place to the right, unless `decoder_input_ids` come.
+        place to the right, unless `decoder_input_ids` are given.
         """
         if encoder_outputs is None:
             if input_ids is None:
@@ -234,19 +234,19 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
 
 
 def read_lengths(mask: Tensor | None, shape: Any) -> Filter | None:
-    """The filter of a source whose padding was moved behind its tokens."""
+    """The filter of a source whose padding is behind its tokens."""
     if mask is None:
         return None
     if mask.dim() != 2 or mask.shape != tuple(shape):
         raise ValueError(
             f"attention_mask must be {list(shape)}, 1 for tokens and 0 for padding, "
-            f"but came as {list(mask.shape)}"
+            f"got {list(mask.shape)}"
         )
     return Padding((mask != 0).sum(1))
 
 
 def mean_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """-log p of the labels, the mean over all, or over as many as the whole batch has."""
+    """The mean of -log p over the labels; with a count, the sum divided by it."""
     reduction = "mean" if num_items is None else "sum"
     loss = F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction

@@ -1,4 +1,4 @@
-"""What a translator is made of."""
+"""The config of translators."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class KernelTranslatorConfig(KernelConfig):
         system, system_options, kernel, position, value, filter: those of self-attention in both.
         encoder_attention, decoder_attention, cross_attention: the same names in a dict, for the
             self-attention of the encoder or the decoder alone, and for cross-attention; a list in
-            it has one entry for each layer. What the first two leave out is as above;
-            cross-attention is exponential and without positions unless it says otherwise.
+            it has one entry for each layer. Fields missing in the first two are as above.
+            Cross-attention is exponential and without positions by default.
         decoder_start_token_id: what a translation starts from; bos_token_id unless given.
         others: as in `KernelLMConfig`.
     """
@@ -129,6 +129,6 @@ class KernelTranslatorConfig(KernelConfig):
     def _self_attention(self, own: Mapping[str, Any], num_layers: int, side: str) -> list[Parts]:
         shared = {name: getattr(self, name) for name in PARTS}
         if "system" in own:
-            # Options are those of a system: another one does not take them over.
+            # Options belong to a system: another system does not inherit them.
             shared |= {"system_options": {}}
         return spread(shared | dict(own), num_layers, f"{side} ")

@@ -19,9 +19,8 @@ from .vit_config import KernelViTConfig
 class KernelViT(KernelModel):
     """Logits of the classes of an image.
 
-    With `pooling="class"` a learned token stands before the patches and is read at the end. It is
-    not on the grid: `Grid2D` gives it position 0 in height and width. Else the mean of the patches
-    is read.
+    With `pooling="class"` a learned token stands before the patches and is read at the end.
+    `Grid2D` gives it position 0 in height and width. With "mean", the mean of the patches is read.
     """
 
     config: KernelViTConfig
@@ -58,7 +57,7 @@ class KernelViT(KernelModel):
         self.norm = self.make_last_norm()
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.d_model, self.num_labels)
-        # Once for an image, not for each of its places.
+        # For `count`: runs once for an image, not for each patch.
         self.head.once = True  # type: ignore[assignment]
         self.post_init()
 
@@ -66,7 +65,7 @@ class KernelViT(KernelModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self and self.class_token is not None:
-            # Of the size of the patches, so that a norm before the first layer bends neither.
+            # As large as embedded patches, so that a norm before the first layer scales both alike.
             std = self.config.initializer_range
             init.normal_(self.class_token, std=1.0 if std is None else std)
 
@@ -81,13 +80,13 @@ class KernelViT(KernelModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> ImageClassifierOutput:
-        """[B, C, height, width] -> [B, num_labels], and the loss if labels [B] come."""
+        """[B, C, height, width] -> [B, num_labels], and the loss if labels [B] are given."""
         config = self.config
         wanted = (config.num_channels, config.image_size, config.image_size)
         if pixel_values.dim() != 4 or pixel_values.shape[1:] != wanted:
             raise ValueError(
                 f"pixel_values must be [B, {', '.join(map(str, wanted))}], "
-                f"but came as {list(pixel_values.shape)}"
+                f"got {list(pixel_values.shape)}"
             )
         x = self.embed(pixel_values).flatten(2).mT  # [B, patches, d_model]
         if self.class_token is not None:

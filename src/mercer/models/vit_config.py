@@ -1,4 +1,4 @@
-"""What a vision transformer is made of."""
+"""The config of vision transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KernelViTConfig(KernelConfig):
         pooling: "class" for a class token before the patches, "mean" for the mean of the patches.
         position: as elsewhere, and "grid" for a product of a height and a width kernel, or
             "grid-sum" for the sum of both embeddings (`Grid2D`). A class token is not on the grid:
-            its position is 0 in both. Where places are counted in one line, it is the first.
+            its position is 0 in both. With one-dimensional positions it is the first place.
         others: as in `KernelLMConfig`.
     """
 
@@ -83,20 +83,18 @@ class KernelViTConfig(KernelConfig):
         check_names(input_position, residual_start)
         if image_size % patch_size:
             raise ValueError(
-                f"patch_size must divide image_size, but came as {patch_size} and {image_size}"
+                f"patch_size must divide image_size, got {patch_size} and {image_size}"
             )
         if pooling not in ("class", "mean"):
-            raise ValueError(f"pooling must be 'class' or 'mean', but came as {pooling!r}")
+            raise ValueError(f"pooling must be 'class' or 'mean', got {pooling!r}")
         super().__init__(**kwargs)
         for parts in self.layer_parts():
             if parts.tokens is not None:
-                raise ValueError(
-                    f"{parts.system} has kernels of tokens, and an image has no tokens"
-                )
+                raise ValueError(f"{parts.system} has token kernels, but an image has no token ids")
 
     @property
     def side(self) -> int:
-        """Patches along one side."""
+        """The number of patches along one side."""
         return self.image_size // self.patch_size
 
     @property
@@ -109,7 +107,7 @@ class KernelViTConfig(KernelConfig):
         return self.prefix + self.side**2
 
     def layer_parts(self) -> list[Parts]:
-        """What every layer's attention is made of."""
+        """The parts of every layer's attention."""
         parts = {name: getattr(self, name) for name in PARTS}
         given = parts["position"]
         if isinstance(given, list | tuple):

@@ -41,16 +41,16 @@ class KernelAttention(nn.Module):
         d_model, num_heads: the width of x and the number of heads; head_dim is their quotient
             unless given.
         kernel: the kernel of the content features f W_q and f W_k; it is copied.
-        position: how places enter, a template that is copied, or its name.
+        position: how positions enter: a template that is copied, or its name.
         value: "content" for v = f W_v (Eq. 8), "content+position" for v = (f + t) W_v (Eq. 7).
         num_kv_heads: fewer heads for keys and values (grouped queries); divides num_heads.
         symmetric: W_q = W_k, so that a valid kernel gives a valid kernel of the inputs.
         context_dim: the width of the context in cross-attention, d_model unless given.
-        filter: which places are seen, unless `forward` is given another.
-        tokens: token kernels on keys or values; not copied, so that layers can share them.
+        filter: which keys are visible, unless `forward` is given another filter.
+        tokens: token kernels on keys or values. Not copied, so layers can share them.
         layer: the number of this layer, for token kernels that differ between layers.
-        normalize: divide q and k by their root mean square, in heads, after a rotation.
-        value_vocab: as many value embeddings: the values get a learned vector of the token, too.
+        normalize: divide q and k by their root mean square per head, after a rotation.
+        value_vocab: the number of value embeddings; a learned vector of the token is added to v.
         dropout: the share of weights dropped in training.
         backend: as in `smooth`.
     """
@@ -95,7 +95,7 @@ class KernelAttention(nn.Module):
         self.position = place(position, d_model, num_heads, head_dim)
         self.kernel = Exponential() if kernel is None else copy.deepcopy(kernel)
         factor = self.position.kernel
-        # In a tuple, so that the parameters of both are not registered a second time.
+        # In a tuple, so that nn.Module does not register the parameters a second time.
         self._joined = (self.kernel if factor is None else self.kernel * factor,)
         self.query = nn.Linear(d_model, num_heads * head_dim, bias=bias)
         self.key: nn.Linear | None = None
@@ -106,7 +106,7 @@ class KernelAttention(nn.Module):
         self.value_embedding: nn.Embedding | None = None
         if value_vocab is not None:
             if value_vocab < 1:
-                raise ValueError(f"value_vocab must be at least 1, but came as {value_vocab}")
+                raise ValueError(f"value_vocab must be at least 1, got {value_vocab}")
             self.value_embedding = nn.Embedding(value_vocab, num_kv_heads * head_dim)
         if value == "content+position":
             self.position.embed(torch.zeros(1, dtype=torch.long))
@@ -114,7 +114,7 @@ class KernelAttention(nn.Module):
         if added and context_dim != d_model:
             raise ValueError(
                 f"positions are added to the context, so context_dim must be d_model {d_model}, "
-                f"but came as {context_dim}"
+                f"got {context_dim}"
             )
 
     @property
@@ -124,14 +124,14 @@ class KernelAttention(nn.Module):
 
     @property
     def symmetric(self) -> bool:
-        """Whether k(x, y) = k(y, x) for the inputs themselves."""
+        """Whether k(x, y) = k(y, x), projections included."""
         if self.tokens is not None and self.has_token_kernels and "k" in self.tokens.on:
             return False
         return self.tied and self.position.symmetric and self.joined_kernel.symmetric
 
     @property
     def valid(self) -> bool:
-        """Whether it is a symmetric positive semi-definite kernel of the inputs."""
+        """Whether it is a symmetric positive semi-definite kernel, projections included."""
         return self.symmetric and self.joined_kernel.valid
 
     def forward(
@@ -146,11 +146,11 @@ class KernelAttention(nn.Module):
     ) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model]; with a context, cross-attention to it.
 
-        With a `Cache`, x continues what the cache has seen, and the filter is that of the whole
+        With a `Cache`, x continues the cached sequence, and the filter is that of the whole
         sequence. With a `SegmentMemory`, x also sees the states of earlier segments. Token kernels
         and value embeddings need the ids of the tokens, [B, T]: the context's where there is one,
-        else those of x. `offset` [B] says how many places stand before each sequence (padding on
-        the left): its own places count from there. They must be hidden by the filter.
+        else those of x. `offset` [B] is the number of padding places on the left of each sequence.
+        Positions count from there. The filter must hide the padding.
         """
         tokens = self.tokens if self.has_token_kernels else None
         if tokens is not None or self.value_embedding is not None:
@@ -182,7 +182,7 @@ class KernelAttention(nn.Module):
         filter: Filter,
         cache: Cache | None,
     ) -> Tensor:
-        """Attention to what the kernels of all tokens so far make of keys and values."""
+        """Attention to keys and values after their convolution with the token kernels."""
         dropout_p = self.dropout if self.training else 0.0
         if cache is not None and q.length < k.length and not dropout_p:
             out = continue_vicinity(
@@ -208,24 +208,24 @@ class KernelAttention(nn.Module):
     def _ids(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
         if token_ids is None:
             what = "token kernels" if self.has_token_kernels else "value embeddings"
-            raise ValueError(f"this layer has {what} and needs token_ids [B, T]; none came")
+            raise ValueError(f"this layer has {what} and needs token_ids [B, T], got None")
         if self.tokens is not None and self.has_token_kernels:
             self.tokens.check(token_ids)
         if x.dim() == 3 and token_ids.shape != x.shape[:2]:
             raise ValueError(
                 f"token_ids must be {list(x.shape[:2])}, as the keys are, "
-                f"but came as {list(token_ids.shape)}"
+                f"got {list(token_ids.shape)}"
             )
         return token_ids
 
     def explain(
         self, x: Tensor, context: Tensor | None = None, *, filter: Filter | None = None
     ) -> Explanation:
-        """How `forward` would run."""
+        """How `forward` would run, without computing anything."""
         return self.explain_parts(*self.parts(x, context, filter=filter))
 
     def explain_parts(self, q: Features, k: Features, v: Tensor, filter: Filter) -> Explanation:
-        """How these arguments of `smooth` would run."""
+        """How `smooth` would run with these arguments."""
         dropout_p = self.dropout if self.training else 0.0
         cut, fused = 0, False
         if self.tokens is not None and self.has_token_kernels:
@@ -265,11 +265,11 @@ class KernelAttention(nn.Module):
         check_options(filter, self.backend, self.dropout)
         if context is not None:
             if offset is not None:
-                raise ValueError("offset is for self-attention, but a context came with it")
+                raise ValueError("offset is for self-attention, but a context was given")
             return (*self._cross(x, context, filter, cache, token_ids), filter)
         if isinstance(cache, SegmentMemory):
             if offset is not None:
-                raise ValueError("a SegmentMemory takes no offset: segments come without padding")
+                raise ValueError("a SegmentMemory takes no offset: segments must have no padding")
             before = cache.seen - cache.length
             whole = cache.extend(x)
             places = torch.arange(before, before + whole.shape[1], device=x.device)
@@ -296,7 +296,7 @@ class KernelAttention(nn.Module):
         token_ids: Tensor | None,
     ) -> tuple[Features, Features, Tensor]:
         if isinstance(cache, SegmentMemory):
-            raise ValueError("a SegmentMemory is for self-attention; the context has its own")
+            raise ValueError("a SegmentMemory is for self-attention, but a context was given")
         if cache is not None:
             check_steps(self.joined_kernel, filter)
         before = 0 if cache is None else cache.places

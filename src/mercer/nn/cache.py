@@ -1,4 +1,4 @@
-"""What attention remembers: keys and values for decoding, hidden states for Transformer-XL."""
+"""State between calls: keys and values for decoding, hidden states for Transformer-XL."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..tokenwise.decoding import Convolved
 
 
 class Cache:
-    """Keys and values of everything seen so far, for one layer.
+    """Keys and values of all tokens so far, for one layer.
 
-    With it, step by step decoding equals the full pass. A segment (see `Memory`) starts where the
+    Step by step decoding with it equals the full pass. A segment (see `Memory`) starts where the
     cache starts, or at the last call of `new_segment`. In cross-attention the keys and values are
-    the context's and do not grow; the cache counts the queries that were asked.
+    those of the context and do not grow; the cache counts the queries.
     """
 
     def __init__(self) -> None:
         self._keys: dict[str, Growing] = {}
         self._values: Growing | None = None
-        # Token kernels mix a key with those after it: keys are kept as they came, with their ids,
-        # and beside them those that no new key changes any more.
+        # Token kernels mix a key with later ones. So the cache holds the unmixed keys and their
+        # ids, and the mixed keys that later keys cannot change.
         self._token_ids: Growing | None = None  # [B, K]
         self.convolved = Convolved()
         self.start = 0
@@ -59,14 +59,14 @@ class Cache:
         return self._values.tensor
 
     def append(self, keys: Features | None, values: Tensor) -> None:
-        """More keys and values, after those that are there; None: the values are the keys."""
+        """Append keys and values; None: the values are the keys."""
         parts = {} if keys is None else dict(keys.items())
         if self._values is None:
             self._keep(parts, values)
             return
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(
-                f"the cache holds {self.values.shape[0]} sequences, but {values.shape[0]} came"
+                f"the cache holds {self.values.shape[0]} sequences, got {values.shape[0]}"
             )
         for name, x in parts.items():
             self._keys[name].append(x)
@@ -77,7 +77,7 @@ class Cache:
         self._values = Growing(values, 2)
 
     def extend_ids(self, token_ids: Tensor) -> Tensor:
-        """The ids of all tokens so far; these are the last, [B, K]."""
+        """Append these ids and return those of all tokens so far, [B, K]."""
         if self._token_ids is None:
             self._token_ids = Growing(token_ids, 1)
         else:
@@ -85,23 +85,23 @@ class Cache:
         if self._token_ids.length != self.length:
             raise ValueError(
                 f"the cache holds {self.length} keys, but the ids of {self._token_ids.length} "
-                "tokens: token kernels need the ids of all"
+                "tokens: token kernels need the ids of all keys"
             )
         return self._token_ids.tensor
 
     def hold(self, keys: Features, values: Tensor) -> None:
-        """The keys and values of a context, which stay as they are."""
+        """Set the keys and values of a context, which do not grow."""
         self._keep(dict(keys.items()), values)
         self.asked = 0
 
     def new_segment(self) -> None:
-        """What comes next is a new segment; all before it is memory."""
+        """Start a new segment; all before it is memory."""
         self.start = self.places
 
     def crop(self, length: int) -> None:
-        """Forget all but the first places, as after rejected guesses."""
+        """Keep only the first `length` places, as after rejected guesses of assisted decoding."""
         if not 0 <= length <= self.places:
-            raise ValueError(f"length must be from 0 to {self.places}, but came as {length}")
+            raise ValueError(f"length must be from 0 to {self.places}, got {length}")
         self.start = min(self.start, length)
         if self.asked is not None:
             self.asked = length
@@ -112,7 +112,7 @@ class Cache:
             self.convolved.crop(length)
 
     def reorder(self, index: Tensor) -> None:
-        """Keep these sequences in this order, as beam search asks."""
+        """Select sequences by index, as beam search does."""
         if self._values is not None:
             count = self.values.shape[0]
             for x in (*self._keys.values(), self._values, self._token_ids):
@@ -127,7 +127,7 @@ class SegmentMemory:
 
     def __init__(self, length: int) -> None:
         if length < 0:
-            raise ValueError(f"length must be at least 0, but came as {length}")
+            raise ValueError(f"length must be at least 0, got {length}")
         self.capacity = length
         self.seen = 0
         self._states: Tensor | None = None
@@ -138,10 +138,10 @@ class SegmentMemory:
         return 0 if self._states is None else self._states.shape[1]
 
     def extend(self, x: Tensor) -> Tensor:
-        """The memory and then x, [B, M + T, C]; x joins the memory for the next segment."""
+        """The memory followed by x, [B, M + T, C]; then x is added to the memory."""
         if self._states is not None and self._states.shape[0] != x.shape[0]:
             raise ValueError(
-                f"the memory holds {self._states.shape[0]} sequences, but {x.shape[0]} came"
+                f"the memory holds {self._states.shape[0]} sequences, got {x.shape[0]}"
             )
         whole = x if self._states is None else torch.cat([self._states, x], 1)
         self._states = whole[:, max(whole.shape[1] - self.capacity, 0) :].detach()
@@ -149,7 +149,7 @@ class SegmentMemory:
         return whole
 
     def extend_ids(self, token_ids: Tensor) -> Tensor:
-        """The same for the ids of the tokens, [B, M + T]."""
+        """The same for token ids, [B, M + T]."""
         known = self._token_ids
         whole = token_ids if known is None else torch.cat([known, token_ids], 1)
         self._token_ids = whole[:, max(whole.shape[1] - self.capacity, 0) :]

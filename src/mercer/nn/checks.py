@@ -1,4 +1,4 @@
-"""What a layer of attention refuses, with a sentence that says why."""
+"""Checks of the arguments of attention layers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .tokens import TokenKernels
 def check_sizes(
     d_model: int, num_heads: int, num_kv_heads: int, head_dim: int | None, context_dim: int
 ) -> None:
-    """Raise ValueError for sizes that do not fit each other."""
+    """Raise ValueError for sizes that do not fit together."""
     sizes = {"d_model": d_model, "num_heads": num_heads, "context_dim": context_dim}
     sizes |= {} if head_dim is None else {"head_dim": head_dim}
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name} must be at least 1, but came as {size}")
+            raise ValueError(f"{name} must be at least 1, got {size}")
     if head_dim is None and d_model % num_heads:
         raise ValueError(f"d_model {d_model} does not divide into {num_heads} heads")
     if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -26,11 +26,11 @@ def check_sizes(
 
 
 def check_parts(value: object, kernel: object) -> None:
-    """Raise ValueError for a value function or a kernel that is none."""
+    """Raise ValueError for an unknown value function, or a kernel that is not a Kernel."""
     if value not in ("content", "content+position"):
-        raise ValueError(f"value must be 'content' or 'content+position', but came as {value!r}")
+        raise ValueError(f"value must be 'content' or 'content+position', got {value!r}")
     if kernel is not None and not isinstance(kernel, Kernel):
-        raise ValueError(f"kernel must be a Kernel, but came as {type(kernel).__name__}")
+        raise ValueError(f"kernel must be a Kernel, got {type(kernel).__name__}")
 
 
 def check_symmetric(num_heads: int, num_kv_heads: int, d_model: int, context_dim: int) -> None:
@@ -38,7 +38,7 @@ def check_symmetric(num_heads: int, num_kv_heads: int, d_model: int, context_dim
     if num_kv_heads != num_heads or context_dim != d_model:
         raise ValueError(
             "symmetric=True has one projection for queries and keys, so num_kv_heads must be "
-            f"{num_heads} and context_dim {d_model}, but came as {num_kv_heads} and {context_dim}"
+            f"{num_heads} and context_dim {d_model}, got {num_kv_heads} and {context_dim}"
         )
 
 
@@ -47,7 +47,7 @@ def check_tokens(tokens: object, num_heads: int, num_kv_heads: int) -> None:
     if tokens is None:
         return
     if not isinstance(tokens, TokenKernels):
-        raise ValueError(f"tokens must be TokenKernels, but came as {type(tokens).__name__}")
+        raise ValueError(f"tokens must be TokenKernels, got {type(tokens).__name__}")
     if tokens.heads not in (None, 1, num_kv_heads, num_heads):
         raise ValueError(
             f"tokens has kernels for {tokens.heads} heads, but the layer has {num_heads}, "
@@ -58,33 +58,29 @@ def check_tokens(tokens: object, num_heads: int, num_kv_heads: int) -> None:
 def check_inputs(
     x: Tensor, context: Tensor | None, cache: object, d_model: int, context_dim: int
 ) -> None:
-    """Raise ValueError for inputs that a layer of these widths does not take."""
+    """Raise ValueError for inputs of the wrong shape or type."""
     if x.dim() != 3 or x.shape[-1] != d_model:
-        raise ValueError(f"x must be [B, T, {d_model}], but came as {list(x.shape)}")
+        raise ValueError(f"x must be [B, T, {d_model}], got {list(x.shape)}")
     if context is not None and (context.dim() != 3 or context.shape[-1] != context_dim):
-        raise ValueError(
-            f"context must be [B, T, {context_dim}], but came as {list(context.shape)}"
-        )
+        raise ValueError(f"context must be [B, T, {context_dim}], got {list(context.shape)}")
     if context is None and context_dim != d_model:
         raise ValueError(f"this module attends to a context of width {context_dim}; none was given")
     if cache is not None and not isinstance(cache, Cache | SegmentMemory):
-        raise ValueError(
-            f"cache must be a Cache or a SegmentMemory, but came as {type(cache).__name__}"
-        )
+        raise ValueError(f"cache must be a Cache or a SegmentMemory, got {type(cache).__name__}")
 
 
 def check_steps(kernel: Kernel, filter: Filter) -> None:
     """Raise ValueError where cross-attention cannot be decoded step by step.
 
-    The last query stands beside the last key, so in a context it moves with every step.
+    The last query is aligned with the last key, so i - j would change with every step.
     """
     if kernel.relative:
         raise ValueError(
-            "this kernel counts i - j, which cross-attention cannot decode step by step; "
+            "this kernel depends on i - j, which cross-attention cannot decode step by step; "
             "use NoPosition, DirectSum or ProductKernel, and a kernel of the features alone"
         )
     if not filter.same_for_all:
         raise ValueError(
             "cross-attention with a cache needs a filter that is the same for all queries, "
-            f"such as Full() or Padding(lengths), but came with {filter}"
+            f"such as Full() or Padding(lengths), got {filter}"
         )

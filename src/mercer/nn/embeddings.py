@@ -1,4 +1,4 @@
-"""Embeddings t of places: sinusoids, or learned vectors."""
+"""Embeddings t of positions: sinusoids, or learned vectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sinusoid(nn.Module):
 
     def forward(self, places: Tensor) -> Tensor:
         if self.dim % 2:
-            raise ValueError(f"a sinusoid needs an even width, but came with {self.dim}")
+            raise ValueError(f"a sinusoid needs an even width, got {self.dim}")
         return sinusoid(places, self.dim, self.base, torch.float64)  # [T or B, T, dim]
 
 
@@ -31,7 +31,7 @@ class Learned(nn.Module):
     def __init__(self, max_length: int = 1024) -> None:
         super().__init__()
         if max_length < 1:
-            raise ValueError(f"max_length must be at least 1, but came as {max_length}")
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
         self.max_length = max_length
 
     def setup(self, dim: int) -> None:
@@ -41,20 +41,20 @@ class Learned(nn.Module):
         last = last_place(places)
         if last is not None and last >= self.max_length:
             raise ValueError(
-                f"Learned has {self.max_length} places, but place {last} came; raise max_length"
+                f"Learned has {self.max_length} places, got place {last}; raise max_length"
             )
         return self.weight[places]
 
 
 def in_heads(t: Tensor, projection: nn.Linear, heads: int, dtype: torch.dtype) -> Tensor:
-    """t W in heads, [B, H, T, D]; B is 1 where the places are the same for the whole batch."""
+    """t W in heads, [B, H, T, D]; B is 1 if the positions are the same for the whole batch."""
     t = projection(t.to(projection.weight.dtype)).to(dtype)
     t = t.unflatten(-1, (heads, -1)).transpose(-3, -2)
     return t if t.dim() == 4 else t[None]
 
 
 def last_place(places: Tensor) -> int | None:
-    """The largest place; None where it is not known, in a graph or without data."""
+    """The largest place; None where data cannot be read: in a graph or on the meta device."""
     known = places.numel() and not torch.compiler.is_compiling() and places.device.type != "meta"
     if not known:
         return None

@@ -40,14 +40,14 @@ ADAPTIVE_REACH = 2.0
 class GaussianAttention(nn.Module):
     """out_i = sum_j w_ij x_j / sum_j w_ij, w_ij = exp(-|x_i - x_j|^2 / 2 s_h^2), then projected.
 
-    The heads are slices of x, which should come normalised, as a block with a norm before its
-    attention gives it. Parameters: `log_bandwidth` [H] and `out.weight`.
+    The heads are slices of x. x should be normalised, as it is in a pre-norm block. Parameters:
+    `log_bandwidth` [H] and `out.weight`.
 
     Args:
         d_model, num_heads: the width of x and the number of heads, which divides it.
         bandwidth: where s starts, one number or one per head; by default spread over the heads
             around sqrt(D).
-        filter: which places are seen, unless `forward` is given another.
+        filter: which keys are visible, unless `forward` is given another filter.
         rotary: rotate the features before the distance is taken; True, or a `Rotary(base)`.
         adaptive: every query moves the bandwidth, log s_i = log s_h + 2 tanh(<x_i, w_h> / 2). It
             adds w, the parameter `steering` [H, D], d_model numbers.
@@ -93,19 +93,19 @@ class GaussianAttention(nn.Module):
         if rotary:
             template = Rotary() if rotary is True else rotary
             if not isinstance(template, Rotary):
-                raise ValueError(f"rotary must be True, False or a Rotary, but came as {rotary!r}")
+                raise ValueError(f"rotary must be True, False or a Rotary, got {rotary!r}")
             position = place(template, d_model, num_heads, self.head_dim)
             assert isinstance(position, Rotary)
             self.rotary = position
         if adaptive:
             self.steering = nn.Parameter(torch.zeros(num_heads, self.head_dim))
         self.out = nn.Linear(d_model, d_model, bias=False)
-        # In a tuple, so that the kernel, which reads this layer, is not a part of it.
+        # In a tuple, so that nn.Module does not register the kernel: it refers to this layer.
         self._kernel = (_LayerRBF(self),)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Back to the start."""
+        """Set the initial values."""
         self.log_bandwidth.copy_(torch.tensor(self._start))
         if self.adaptive:
             self.steering.zero_()
@@ -113,7 +113,7 @@ class GaussianAttention(nn.Module):
 
     @property
     def bandwidth(self) -> Tensor:
-        """s, one per head; with `adaptive`, where the queries start from."""
+        """s, one per head; with `adaptive`, the base value that queries change."""
         return self._log_bandwidth(self.log_bandwidth.dtype).bent().exp()
 
     @property
@@ -123,12 +123,12 @@ class GaussianAttention(nn.Module):
 
     @property
     def symmetric(self) -> bool:
-        """Whether k(x, y) = k(y, x) for the inputs themselves."""
+        """Whether k(x, y) = k(y, x), projections included."""
         return self.joined_kernel.symmetric
 
     @property
     def valid(self) -> bool:
-        """Whether it is a symmetric positive semi-definite kernel of the inputs."""
+        """Whether it is a symmetric positive semi-definite kernel, projections included."""
         return self.joined_kernel.valid
 
     def forward(
@@ -140,7 +140,7 @@ class GaussianAttention(nn.Module):
     ) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model].
 
-        With a `Cache`, x continues what the cache has seen, and the filter is that of the whole
+        With a `Cache`, x continues the cached sequence, and the filter is that of the whole
         sequence. With a `SegmentMemory`, x also sees the states of earlier segments.
         """
         q, k, v, seen = self.parts(x, filter=filter, cache=cache)
@@ -165,7 +165,7 @@ class GaussianAttention(nn.Module):
 
     @torch.no_grad()
     def report(self, x: Tensor, *, filter: Filter | None = None) -> Report:
-        """Of every head on this input: bandwidth, effective neighbourhood, weight on self.
+        """For every head on this input: bandwidth, effective neighbourhood, weight on self.
 
         It takes one pass of `smooth` in float32 or wider, and memory linear in T.
         """
@@ -188,7 +188,7 @@ class GaussianAttention(nn.Module):
         if self.normalize:
             x = F.rms_norm(x, (self.d_model,))
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            # Here once, and not for each of query, key and value.
+            # Checked once here, not for each of query, key and value.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         new, first = x.shape[1], 0
         if isinstance(cache, SegmentMemory):
@@ -196,17 +196,17 @@ class GaussianAttention(nn.Module):
             x = cache.extend(x)
         v = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
         if isinstance(cache, Cache):
-            # A copy: what the caller does with x later is not the cache's business.
+            # A copy, so that later changes of x do not reach the cache.
             cache.append(None, v if cache.length else v.clone())
             v = cache.values
             filter = filter.until(v.shape[2], cache.start)
         k = v
         if self.rotary is not None:
-            # The cache holds v alone; its rotation costs less than to hold it too.
+            # The cache holds v alone: to rotate again costs less than to store rotated keys.
             k = self.rotary.turn(v, torch.arange(first, first + v.shape[2], device=v.device))
         q = Features(content=k[:, :, k.shape[2] - new :])
         if self.rotary is not None and self.adaptive:
-            # What steers a bandwidth is the token, wherever it stands.
+            # The bandwidth depends on the token, not on its position: x is taken before rotation.
             q = Features(content=q.part("content"), bare=v[:, :, v.shape[2] - new :])
         return q, Features(content=k), v, filter
 
@@ -229,7 +229,7 @@ class GaussianAttention(nn.Module):
         return QueryBandwidthFactor(q=x, k=k, x=by, w=w, base=base, reach=ADAPTIVE_REACH)
 
     def _log_bandwidth(self, dtype: torch.dtype) -> LogScale:
-        """log s, [H]: the parameter itself up to half of the bounds, then bent toward them."""
+        """log s, [H]: the parameter itself up to half of the bounds, then bent towards them."""
         bounds = self.bounds if self.trainable else None
         return LogScale(log=self.log_bandwidth.to(dtype), bounds=bounds)
 
@@ -295,7 +295,7 @@ def gaussian_report(model: nn.Module, *args: object, **kwargs: object) -> Report
             assert isinstance(layer, GaussianAttention)
             cache, filter, x = kwargs.get("cache"), kwargs.get("filter"), kwargs.get("x", *args)
             if isinstance(cache, Cache | SegmentMemory) and cache.length:
-                raise ValueError("the report is of whole sequences: call the model with no cache")
+                raise ValueError("the report needs whole sequences: call the model without a cache")
             assert isinstance(x, Tensor)
             assert filter is None or isinstance(filter, Filter)
             found.append(layer.report(x, filter=filter).named(name))

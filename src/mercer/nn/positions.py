@@ -5,7 +5,7 @@ one can be given to many layers. It acts in up to four ways: on what the project
 on the features of queries and keys (`query_parts`, `key_parts`), as a factor of the kernel
 (`kernel`), and as the embedding t of the value function (f + t) W_v (`embed`).
 
-Places are [T], the same for all sequences, or [B, T] where each has its own start.
+Places (integer positions) are [T], the same for all sequences, or [B, T].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .embeddings import Learned, Sinusoid, in_heads, last_place
 
 
 class Position(nn.Module):
-    """How places enter; this base is the identity, with a sinusoid for the value function."""
+    """How positions enter. This base class changes nothing and has a sinusoid as embedding."""
 
     symmetric = True
 
@@ -34,7 +34,7 @@ class Position(nn.Module):
         self.kernel: Kernel | None = None
 
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
-        """Create what depends on sizes."""
+        """Create the parameters, whose shapes depend on these sizes."""
         self.embedding.setup(d_model)
 
     def embed(self, places: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Position(nn.Module):
 
 
 class NoPosition(Position):
-    """Order enters nowhere but in the filter."""
+    """No position: order enters only through the filter."""
 
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
         pass
@@ -87,7 +87,7 @@ class LookupTable(Position):
     def __init__(self, max_distance: int = 16, *, per_head: bool = False) -> None:
         super().__init__()
         if max_distance < 0:
-            raise ValueError(f"max_distance must be at least 0, but came as {max_distance}")
+            raise ValueError(f"max_distance must be at least 0, got {max_distance}")
         self.max_distance = max_distance
         self.per_head = per_head
 
@@ -116,11 +116,11 @@ class RelativeSinusoid(Position):
     ) -> None:
         super().__init__()
         if width not in ("head", "model"):
-            raise ValueError(f"width must be 'head' or 'model', but came as {width!r}")
+            raise ValueError(f"width must be 'head' or 'model', got {width!r}")
         self.biases = biases
         self.width = width
         self.base = base
-        # The same without its weight, which needs the sizes of a layer.
+        # Without its weight, which needs the sizes of a layer.
         self.kernel = RelativeSinusoidKernel(base=base)
 
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
@@ -149,7 +149,7 @@ class RelativeSinusoid(Position):
 
 
 class ProductKernel(Position):
-    """k_F(f_q W_F, f_k W_F) k_T(t_q W_T, t_k W_T) (Eq. 9); not symmetric, W_T comes twice."""
+    """k_F(f_q W_F, f_k W_F) k_T(t_q W_T, t_k W_T) (Eq. 9); not symmetric: two matrices W_T."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Rotary(Position):
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
         super().setup(d_model, num_heads, head_dim)
         if head_dim % 2:
-            raise ValueError(f"Rotary needs an even head dimension, but came with {head_dim}")
+            raise ValueError(f"Rotary needs an even head dimension, got {head_dim}")
 
     def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
         return {"content": self.turn(q, places)}
@@ -242,17 +242,17 @@ class Grid2D(Position):
         if height < 1 or width < 1 or prefix < 0:
             raise ValueError(
                 "height and width must be at least 1 and prefix at least 0, "
-                f"but came as {height}, {width} and {prefix}"
+                f"got {height}, {width} and {prefix}"
             )
         if combine not in ("product", "sum"):
-            raise ValueError(f"combine must be 'product' or 'sum', but came as {combine!r}")
+            raise ValueError(f"combine must be 'product' or 'sum', got {combine!r}")
         self.height, self.width, self.prefix, self.combine = height, width, prefix, combine
         if combine == "product":
             self.kernel = Exponential(on="height") * Exponential(on="width")
 
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
         if d_model % 4:
-            raise ValueError(f"Grid2D needs a d_model divisible by 4, but came with {d_model}")
+            raise ValueError(f"Grid2D needs a d_model divisible by 4, got {d_model}")
         self.axis = Sinusoid()
         self.axis.setup(d_model // 2)
         self.num_heads = num_heads
@@ -266,7 +266,7 @@ class Grid2D(Position):
         size = self.height * self.width
         last = last_place(places)
         if last is not None and last >= self.prefix + size:
-            raise ValueError(f"Grid2D has {self.prefix} + {size} places, but place {last} came")
+            raise ValueError(f"Grid2D has {self.prefix} + {size} places, got place {last}")
         on = (cell >= 0)[..., None]
         cell = cell.clamp(min=0)
         row, column = self.axis(cell // self.width), self.axis(cell % self.width)
@@ -312,14 +312,14 @@ def place(position: Position | str | None, d_model: int, num_heads: int, head_di
         if position not in POSITIONS:
             raise ValueError(
                 f"position must be one of {', '.join(POSITIONS)}, or a Position such as "
-                f"Grid2D(14, 14), but came as {position!r}"
+                f"Grid2D(14, 14), got {position!r}"
             )
         position = POSITIONS[position]()
     elif not isinstance(position, Position):
-        raise ValueError(f"position must be a Position, but came as {type(position).__name__}")
+        raise ValueError(f"position must be a Position, got {type(position).__name__}")
     position = copy.deepcopy(position)
     position.setup(d_model, num_heads, head_dim)
-    # A first place, so that sizes that do not fit are said now.
+    # Embed one place now, so that sizes that do not fit raise here.
     first = torch.zeros(1, dtype=torch.long)
     position.add(torch.zeros(1, 1, d_model), first)
     position.query_parts(torch.zeros(1, num_heads, 1, head_dim), first)

@@ -1,4 +1,4 @@
-"""What the heads of Gaussian attention look at: bandwidth, neighbourhood, weight on self.
+"""A report on heads of Gaussian attention: bandwidth, neighbourhood, weight on self.
 
 With P_ij the weights of row i and E_i[f] = sum_j P_ij f_j, the entropy of the row is
 
@@ -39,7 +39,7 @@ class Head:
 
     @property
     def note(self) -> str:
-        """What is worth a look, or nothing."""
+        """A remark on an unusual head; empty otherwise."""
         notes = []
         if not all(map(math.isfinite, (self.bandwidth, self.neighbours, self.self_weight))):
             notes.append("not finite")
@@ -68,7 +68,7 @@ class Report:
         return self.heads[index]
 
     def named(self, layer: str) -> Report:
-        """The same of a layer with this name."""
+        """The same, under the name of a layer."""
         return Report(tuple(replace(head, layer=layer) for head in self.heads))
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ def _sees_itself(filter: Filter, batch: int, length: int, device: torch.device) 
 
 
 def _visible(filter: Filter, x: Tensor) -> Tensor:
-    """How many places every row sees, [B, 1, T]: the mass of the weight 1."""
+    """How many keys every row sees, [B, 1, T]: the mass of the weight 1."""
     zero = x.new_zeros(x.shape[0], 1, x.shape[2], 1)
     _, log_mass = smooth(Exponential(), zero, zero, zero, filter=filter, return_log_mass=True)
     return log_mass.exp()

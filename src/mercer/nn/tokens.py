@@ -26,16 +26,16 @@ class Taps(NamedTuple):
 class TokenKernels(nn.Module):
     """a_token[d], d from -p to p: softmax(weight / temperature), or the weight itself.
 
-    At the start all kernels are the central Dirac: attention is what it would be without them.
+    At the start all kernels are a central Dirac, which changes nothing.
 
     Args:
         vocab_size, size: how many tokens, and how many taps each; odd.
         on: "k" for keys, "v" for values, "kv" for both.
-        heads: a kernel for each head; shared by all unless given.
-        layers: kernels of their own for this many first layers, and none for later ones; 1 is the
-            first layer only. Shared by all layers unless given.
-        temperature: that of the softmax; None for free taps.
-        boundary: which taps a query sees near itself, as in `vicinity`.
+        heads: a kernel for each head. By default all heads share one.
+        layers: separate kernels for each of this many first layers, and none for later layers.
+            By default all layers share one set.
+        temperature: of the softmax; None: no softmax.
+        boundary: which taps act near the query, as in `vicinity`.
         start: the logit of the central tap at the start, in temperatures. 10 is the published one,
             which leaves 4.5e-5 on each neighbour; 25 leaves 1.4e-11, for a pretrained model.
     """
@@ -57,12 +57,12 @@ class TokenKernels(nn.Module):
         check_boundary(boundary)
         check_temperature("temperature", temperature)
         if on not in ("k", "v", "kv"):
-            raise ValueError(f"on must be 'k', 'v' or 'kv', but came as {on!r}")
+            raise ValueError(f"on must be 'k', 'v' or 'kv', got {on!r}")
         for name, count in (("vocab_size", vocab_size), ("heads", heads), ("layers", layers)):
             if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, but came as {count}")
+                raise ValueError(f"{name} must be at least 1, got {count}")
         if not math.isfinite(start):
-            raise ValueError(f"start must be a finite number, but came as {start}")
+            raise ValueError(f"start must be a finite number, got {start}")
         self.vocab_size, self.size, self.on = vocab_size, size, on
         self.heads, self.layers = heads, layers
         self.temperature, self.boundary, self.start = temperature, boundary, start
@@ -87,28 +87,28 @@ class TokenKernels(nn.Module):
         return self.taps(token_ids, layer)
 
     def taps(self, token_ids: Tensor, layer: int = 0) -> Taps:
-        """The same of ids that are known to have kernels."""
+        """The same without checking the ids."""
         if not self.acts_on(layer):
             return Taps(None, None)
-        # A view has a gradient that needs no copy.
+        # The gradient of a view needs no copy.
         one = self.weight.shape[1] == 1
         table = self.weight.squeeze(1) if one else self.weight[:, layer]  # [V, targets, H or 1, S]
         taps = dict(zip(self.on, gather(table, token_ids), strict=True))
         return Taps(taps.get("k"), taps.get("v"))
 
     def check(self, token_ids: Tensor) -> None:
-        """Raise where an id has no kernel."""
+        """Raise ValueError for ids without a kernel."""
         if not isinstance(token_ids, Tensor) or token_ids.dim() != 2:
             came = list(token_ids.shape) if isinstance(token_ids, Tensor) else type(token_ids)
-            raise ValueError(f"token_ids must be [B, T], but came as {came}")
+            raise ValueError(f"token_ids must be [B, T], got {came}")
         if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
-            raise ValueError(f"token_ids must be whole numbers, but came as {token_ids.dtype}")
+            raise ValueError(f"token_ids must be whole numbers, got {token_ids.dtype}")
         if torch.compiler.is_compiling() or token_ids.device.type == "meta":
             return
-        # A look at the ids waits for an accelerator, which a graph that is captured must not.
+        # Reading the ids would synchronise with the GPU, which graph capture forbids.
         if token_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        # All layers get the same ids, perhaps as new views of one tensor.
+        # All layers get the same ids, perhaps as new views of one tensor: check them once.
         base = token_ids if token_ids._base is None else token_ids._base
         version = 0 if base.is_inference() else base._version
         seen = (version, token_ids.storage_offset(), token_ids.shape, token_ids.stride())
@@ -120,7 +120,7 @@ class TokenKernels(nn.Module):
             raise ValueError(
                 f"token id {int(outside[0])} is outside the vocabulary of {self.vocab_size}"
             )
-        # What inference made may change without a trace.
+        # Inference tensors have no version counter, so a change would go unnoticed.
         self._checked = None if base.is_inference() else (weakref.ref(base), seen)
 
     def kernels(self) -> Tensor:
@@ -148,7 +148,7 @@ class TokenKernels(nn.Module):
         boundary: Boundary = "shrink",
     ) -> TokenKernels:
         """The authors' weights: a tensor [vocab, 2 heads size], key taps and then value taps."""
-        # Tensors only: nothing in the file is run.
+        # weights_only: no code in the file is run.
         table = torch.load(path, map_location="cpu", weights_only=True)
         whole = isinstance(table, Tensor) and table.dim() == 2 and table.shape[1] % (2 * heads) == 0
         if not whole:

@@ -1,4 +1,4 @@
-"""Filters of the layers of a model, from a pattern of short and long windows."""
+"""Filters of a model's layers, from a pattern of short and long windows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ def layer_windows(
     whatever the pattern says, as in nanochat.
     """
     if not pattern or set(pattern.upper()) - {"S", "L"}:
-        raise ValueError(
-            f"pattern must be made of S and L, such as 'SSSL', but came as {pattern!r}"
-        )
+        raise ValueError(f"pattern must be made of S and L, such as 'SSSL', got {pattern!r}")
     if num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1, but came as {num_layers}")
+        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
     kinds: dict[str, Filter] = {
         "S": Window(short, 0),
         "L": Causal() if long is None else Window(long, 0),

@@ -1,8 +1,8 @@
 """Run the jobs of a study that have no result yet, and keep each result as it comes.
 
-What this must meet: an interrupt at any moment loses no finished job, and a job that was cut short
-goes on from its own checkpoints; two processes never work on one job; results of another budget are
-never mixed in; one job that fails does not take the others with it.
+Requirements: an interrupt never loses a finished job, and an interrupted job resumes from its
+checkpoints; two processes never work on one job; results of another budget are never mixed in; one
+failed job does not stop the others.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Runner = Callable[[Job, Path, Screen], Any]
 
 @dataclass
 class Outcome:
-    """What a call of `run` came to."""
+    """The outcome of a call of `run`."""
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    # Jobs that another process has under its hands.
+    # Jobs that another process is running.
     elsewhere: list[Job] = field(default_factory=list)
     interrupted: bool = False
     seconds: float = 0.0
@@ -58,10 +58,10 @@ def run(
     runner: Runner | None = None,
     console: Console | None = None,
 ) -> Outcome:
-    """Run what this shard has to run; what came of it, with everything that is in the folder.
+    """Run the jobs of this shard; the outcome includes earlier results in the folder.
 
-    Raises ValueError, before anything runs, where a setting is wrong, and where the folder cannot
-    be written or holds results of another budget; OSError where the disk gives way.
+    Raises ValueError before anything runs if a setting is wrong, the folder cannot be written, or
+    it holds results of another budget; OSError if writing fails later.
     """
     shard = shard or Shard()
     begun = time.monotonic()
@@ -75,14 +75,14 @@ def run(
         for note in notes:
             screen.say(note, style="yellow")
         if len(todo) < len(jobs):
-            screen.say(f"{len(jobs) - len(todo)} of {len(jobs)} jobs are there from before")
+            screen.say(f"{len(jobs) - len(todo)} of {len(jobs)} jobs are done already")
         screen.open(rows(study, records.values(), seeds), len(todo))
         try:
             for job in todo:
                 with claim(folder / "jobs" / job.name) as ours:
                     if not ours:
                         outcome.elsewhere.append(job)
-                    # Another process may have finished it since we looked.
+                    # Another process may have finished it meanwhile.
                     if not ours or job.key in ledger.read():
                         screen.skip()
                         continue
@@ -92,7 +92,7 @@ def run(
                     screen.update(rows(study, ledger.read().values(), seeds))
         except KeyboardInterrupt:
             outcome.interrupted = True
-        # Under the screen still: drawing takes a moment.
+        # Inside the screen's block, since drawing takes a moment.
         screen.update(rows(study, ledger.read().values(), seeds))
         outcome.rows, outcome.notes, outcome.files = look_up(study, folder, seeds)
         there = ledger.read()
@@ -104,16 +104,16 @@ def run(
 def _run_one(
     job: Job, study: Study, ledger: Ledger, runner: Runner, screen: Screen, outcome: Outcome
 ) -> bool:
-    """Run one job to its record; False where it was stopped."""
+    """Run one job and record its result; False if it was stopped."""
     screen.start(job)
     begun = time.monotonic()
     try:
         result = runner(job, ledger.folder / "jobs" / job.name, screen)
     except OSError:
-        # The disk or the network, not the system: the next job would meet the same.
+        # The disk or the network failed, not this system: the next job would fail, too.
         raise
     except Exception as error:
-        # It has no record, so it is tried again next time.
+        # Without a record it is tried again next time.
         outcome.failed[str(job)] = str(error) or type(error).__name__
         screen.fail(job, outcome.failed[str(job)])
         return True
@@ -126,7 +126,7 @@ def _run_one(
 
 
 def as_record(job: Job, study: Study, result: Any, seconds: float) -> Record:
-    """What is kept of a result."""
+    """The record of a result."""
     return Record(
         key=job.key,
         study=study.name,
@@ -148,17 +148,17 @@ def as_record(job: Job, study: Study, result: Any, seconds: float) -> Record:
 
 
 def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
-    """The results in a folder, and what is to be said of them; ValueError for another budget."""
+    """The results in a folder, and notes on them; ValueError for another budget."""
     records, torn = ledger.scan()
-    notes = [f"{place} cannot be read and is left out; its job runs again" for place in torn]
+    notes = [f"{place} cannot be read and is ignored; its job runs again" for place in torn]
     old: dict[str, str] = {}
     for record in records.values():
         changed = study.differences(record)
         if budget := [text for name, text in changed.items() if name not in PARTS]:
             raise ValueError(
                 f"{ledger.folder} holds results of another budget: {'; '.join(budget)}. "
-                "The two do not compare: give this one a folder of its own by --output, "
-                "or remove the old one"
+                "The two cannot be compared: give this study another folder by --output, "
+                "or remove the old folder"
             )
         if changed:
             old[record.variant] = "; ".join(changed.values())
@@ -167,13 +167,13 @@ def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
 
 
 def warn_of_mixture(records: Sequence[Record]) -> list[str]:
-    """What differs between machines and may have moved the figures."""
+    """Notes on versions and data that differ between results."""
     notes = []
     for name in ("mercer", "python", "torch"):
         versions = {str(r.environment.get("versions", {}).get(name)) for r in records}
         if len(versions - {"None"}) > 1:
             notes.append(f"results come from several versions of {name}: {_join(versions)}")
-    # Such as the embedded text, which is that of the Python at hand.
+    # Such as the embedded text, which depends on the version of Python.
     sizes = {str(r.metrics["eval_tokens"]) for r in records if r.metrics.get("eval_tokens")}
     if len(sizes) > 1:
         notes.append(f"results were measured on different texts, of {_join(sizes)} tokens")
@@ -187,7 +187,7 @@ def _join(texts: set[str]) -> str:
 def look_up(
     study: Study, folder: Path, seeds: Sequence[int] | None = None
 ) -> tuple[list[Row], list[str], list[Path]]:
-    """Merge what is in a folder: its rows, what is to be said of them, the files written."""
+    """Merge the results in a folder: rows, notes, and the files written."""
     ledger = Ledger(folder)
     records, notes = look(study, ledger)
     found = rows(study, records.values(), seeds)
@@ -201,7 +201,7 @@ def look_up(
         if curves := draw_curves(study, found, folder / "curves.png"):
             files.append(curves)
     except ModuleNotFoundError as error:
-        # Hours of training are not to end without a table for that.
+        # After hours of training, a missing package must not cost the table.
         notes.append(f"no curves: they need {error.name}: pip install 'mercer[train]'")
     return found, notes, files
 
@@ -215,13 +215,13 @@ def _make(folder: Path) -> None:
 
 
 def train(job: Job, folder: Path, screen: Screen) -> Result:
-    """Train a job by `mercer.train`, from its last checkpoint where it has one."""
+    """Train a job by `mercer.train`, from its last checkpoint if it has one."""
     from ..train import Settings
     from ..train import run as run_training
 
     begun = (folder / "config.json").exists()
     if not begun:
-        # Killed before there was anything to keep.
+        # Killed before the first checkpoint.
         shutil.rmtree(folder, ignore_errors=True)
     settings = Settings(**job.chosen, output=str(folder), resume=begun)
     return run_training(settings, screen.show, say=lambda text: screen.say(f"{job}: {text}"))

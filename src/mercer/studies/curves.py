@@ -1,4 +1,4 @@
-"""The figure of a study: how each system learned, and where it ended."""
+"""The figure of a study: learning curves and final figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .study import Study
 from .table import Row, best
 
-# Okabe and Ito's colours, which most eyes can tell apart, and black last.
+# Okabe and Ito's colours, which are safe for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 MARKERS = "osD^vPX*"
 
@@ -18,7 +18,7 @@ MARKERS = "osD^vPX*"
 def draw_curves(study: Study, rows: Sequence[Row], path: Path) -> Path | None:
     """Write a PNG: a line for each system with a band over its seeds, and the final figures.
 
-    None where no run has a curve yet. The file is replaced in one step.
+    None if no run has a curve yet. The file is replaced in one step.
     """
     drawn = [(n, row) for n, row in enumerate(rows) if _curve(row)]
     if not drawn:
@@ -35,7 +35,7 @@ def draw_curves(study: Study, rows: Sequence[Row], path: Path) -> Path | None:
         )
         try:
             for n, row in drawn:
-                # Later lines are thinner: one that lies under another still shows.
+                # Later lines are thinner, so that a line below another still shows.
                 _draw_line(left, row, *_look(n), width=3.0 - 1.8 * n / len(rows))
             _finish_lines(left, study, drawn)
             _draw_ends(right, study, rows)
@@ -101,7 +101,7 @@ def _finish_lines(axes: Any, study: Study, drawn: Sequence[tuple[int, Row]]) -> 
     metric = study.metric.curve
     curves = [_curve(row) for _, row in drawn]
     end = max(step for curve in curves for step in curve)
-    # The first measurements are far from the rest and would flatten them.
+    # The first measurements are much larger and would flatten the rest.
     later = [v for curve in curves for s, values in curve.items() if s >= end / 5 for v in values]
     if later:
         low, high = min(later), max(later)

@@ -1,13 +1,13 @@
 """The results of a study: one line of JSON for each finished job.
 
-What this must meet: several processes and machines write at once, into one folder or into folders
-that are copied together later; any of them may be killed at any moment; nothing that was finished
-is lost, and nothing half written is taken for a result.
+Requirements: several processes and machines write at once, into one folder or into folders that are
+merged later; any of them may be killed at any moment; no finished result is lost, and no
+half-written line is used.
 
-So files only grow, by whole lines under a lock, and each is on the disk before the next job starts.
-A shard has a file of its own, `results-1-of-4.jsonl`; readers take all of them, and `gather` copies
-what `results.jsonl` does not have yet. A line that cannot be read is left where it is, and its job
-is run again.
+So files are append-only, by whole lines under a lock, and each line is synced before the next job
+starts. A shard has its own file, `results-1-of-4.jsonl`. Readers read all files, and `gather`
+copies to `results.jsonl` what it lacks. A line that cannot be read is ignored, and its job runs
+again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAIN = "results.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is kept of a finished job."""
+    """The result of a finished job."""
 
     key: str
     study: str
@@ -42,9 +42,9 @@ class Record:
     steps: int
     seconds: float
     finished: str
-    # Everything that decided the result.
+    # All settings that decide the result.
     settings: dict[str, Any]
-    # What may have moved it a little: versions, device, threads.
+    # What may change it slightly: versions, device, threads.
     environment: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, float | None]] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class Shard:
     def __post_init__(self) -> None:
         if not 1 <= self.index <= self.count:
             raise ValueError(
-                f"--shard must be i/n with i from 1 to n, but came as {self.index}/{self.count}"
+                f"--shard must be i/n with i from 1 to n, got {self.index}/{self.count}"
             )
 
     @property
@@ -83,11 +83,11 @@ class Ledger:
         self.main = folder / MAIN
 
     def read(self) -> dict[str, Record]:
-        """All results by key; of two with one key, the one that was finished first."""
+        """All results by key; of two with the same key, the earlier one."""
         return self.scan()[0]
 
     def scan(self) -> tuple[dict[str, Record], list[str]]:
-        """All results, and where lines stand that are none."""
+        """All results, and the places of lines that cannot be read."""
         found: dict[str, Record] = {}
         torn = []
         for path in sorted(self.folder.glob("results*.jsonl")):
@@ -102,12 +102,12 @@ class Ledger:
         return found, torn
 
     def append(self, record: Record) -> None:
-        """Add a line, and return when it is on the disk."""
+        """Add a line and sync it to disk."""
         self.folder.mkdir(parents=True, exist_ok=True)
         _append(self.path, [record])
 
     def gather(self) -> None:
-        """Bring into results.jsonl what other files of the folder have."""
+        """Copy to results.jsonl what only other files of the folder have."""
         files = list(self.folder.glob("results*.jsonl"))
         if files in ([], [self.main]):
             return
@@ -120,7 +120,7 @@ class Ledger:
 
 @contextmanager
 def claim(folder: Path) -> Iterator[bool]:
-    """Whether a folder is left to this process until the block ends; a crash lets go of it too."""
+    """Lock a folder until the block ends; False if another process has it. A crash unlocks it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(folder.name + ".lock").open("a") as file:
         try:
@@ -151,7 +151,7 @@ def _write(file: BinaryIO, records: list[Record]) -> None:
     if end:
         file.seek(end - 1)
         if file.read(1) != b"\n":
-            # Somebody was killed while writing: leave the torn line to itself.
+            # A process was killed while writing: end its torn line.
             text = b"\n" + text
     file.write(text)
     file.flush()
@@ -163,7 +163,7 @@ def _line(record: Record) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """The value in JSON's own types; what is not finite becomes null."""
+    """The value in JSON's types; numbers that are not finite become null."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

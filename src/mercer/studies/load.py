@@ -1,4 +1,4 @@
-"""A study by its name, or from a Python file of the user's."""
+"""Load a study by its name, or from a user's Python file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAMES = ("quick",)
 
 
 def load(text: str) -> Study:
-    """The study that a name or a file stands for."""
+    """The study of a name or a file."""
     return read(find(text))
 
 
 def find(text: str) -> Path:
-    """The file of a study: one of ours by its name, or the user's."""
+    """The file of a study: a built-in one by its name, or the user's."""
     if text in NAMES:
         return Path(__file__).with_name(f"{text}.py")
     path = Path(text)
@@ -31,7 +31,7 @@ def find(text: str) -> Path:
 
 
 def read(path: Path) -> Study:
-    """The `study` that a file defines, named after the file unless it says its name."""
+    """The `study` that a file defines, named after the file unless it has a name."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
@@ -42,9 +42,7 @@ def read(path: Path) -> Study:
         raise ValueError(f"{path} must define `study = Study(...)`, but has no `study`")
     study = names["study"]
     if not isinstance(study, Study):
-        raise ValueError(
-            f"`study` in {path} must be a mercer.studies.Study, but came as {study!r:.80}"
-        )
+        raise ValueError(f"`study` in {path} must be a mercer.studies.Study, got {study!r:.80}")
     return replace(study, name=path.stem) if study.name == "study" else study
 
 

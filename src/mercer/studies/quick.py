@@ -15,12 +15,12 @@ study = Study(
         "vaswani2017",
         "dai2019",
         "tsai2019",
-        # The first with a Gaussian kernel, one learned bandwidth for each head.
+        # vaswani2017 with a Gaussian kernel, one learned bandwidth per head.
         Variant("vaswani2017-rbf", system="vaswani2017", system_options={"kernel": "RBF(heads=2)"}),
         "kundu2026",
         "leng2026",
     ],
-    # The same for all: text, tokens, steps, learning rate. Nobody is tuned.
+    # The same for all: text, tokens, steps, learning rate. No system is tuned.
     budget={
         "data": "embedded",
         "tokenizer": "bpe:1024",
@@ -34,9 +34,9 @@ study = Study(
     },
     seeds=(0, 1),
     remark=(
-        "So short a run says who learns fast, not who is best in the end. leng2026 stays close to "
-        "vaswani2017, its base: token kernels start as published, at the identity, and need far "
-        "more steps to leave it."
+        "So short a run shows which system learns fast, not which is best in the end. leng2026 "
+        "stays close to vaswani2017, its base: token kernels start as published, at the identity, "
+        "and need far more steps to leave it."
     ),
     next_steps=[
         ("mercer study quick --seeds 0-4", "More seeds; only the new ones run:"),

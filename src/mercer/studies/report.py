@@ -1,4 +1,4 @@
-"""What is said before and after a study."""
+"""The output before and after a study."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .table import CAPTION, Row, best, draw
 def introduce(
     console: Console, study: Study, folder: Path, shard: Shard | None, seeds: Sequence[int] | None
 ) -> None:
-    """What will run, and what is the same for all."""
+    """Print what will run, and the common budget."""
     number = len(study.seeds if seeds is None else seeds)
     part = f", shard {shard}" if shard else ""
     console.print(f"[bold]{escape(study.title or study.name)}[/]")
@@ -28,13 +28,13 @@ def introduce(
         f"{len(study.variants)} systems x {number} seeds{part}, into {escape(str(folder))}"
     )
     console.print(f"[dim]the same for all: {escape(say_budget(study.budget))}[/]")
-    console.print("[dim]Ctrl-C stops it; the same command goes on where it was[/]")
+    console.print("[dim]Ctrl-C stops it; the same command continues[/]")
 
 
 def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, look: str) -> None:
-    """The final table, where everything is, and what to try next.
+    """Print the final table, the files, and what to try next.
 
-    `again` is the command that goes on, `look` the one that shows the table.
+    `again` is the command to continue, `look` the one that shows the table.
     """
     show(console, study, outcome.rows, outcome.notes, outcome.files)
     for why in dict.fromkeys(outcome.failed.values()):
@@ -42,16 +42,16 @@ def conclude(console: Console, study: Study, outcome: Outcome, *, again: str, lo
         console.print(f"[red]failed:[/] {escape(jobs)}: {escape(why)}", soft_wrap=True)
     if outcome.elsewhere:
         names = ", ".join(map(str, outcome.elsewhere))
-        console.print(f"another process is at work on: {escape(names)}", soft_wrap=True)
+        console.print(f"another process is running: {escape(names)}", soft_wrap=True)
     if outcome.interrupted:
         console.print(
             f"[yellow]interrupted[/] after {clock(outcome.seconds)}: {_missing(outcome)} to go. "
-            "Nothing is lost; go on by"
+            "Nothing is lost; continue by"
         )
         console.print(f"  [bold]{escape(again)}[/]", soft_wrap=True)
         return
     if outcome.failed:
-        console.print("The same command tries what failed again.")
+        console.print("The same command tries failed jobs again.")
         return
     if outcome.missing:
         todo = "run the other shards into this folder, or copy their results*.jsonl here"
@@ -71,7 +71,7 @@ def show(
     notes: Sequence[str],
     files: Sequence[Path],
 ) -> None:
-    """The table, what to know of it, and the files."""
+    """Print the table, its notes, and the files."""
     console.print(draw(rows, width=console.width))
     console.print(f"[dim]{CAPTION}[/]")
     if (first := best(rows)) is not None and first.spread is not None:
@@ -79,7 +79,7 @@ def show(
         if rivals:
             names = ", ".join(row.variant for row in rivals)
             console.print(
-                f"[dim]Within two spreads of the best: {escape(names)}. More seeds would tell.[/]"
+                f"[dim]Within two spreads of the best: {escape(names)}. Try more seeds.[/]"
             )
     if study.remark and not any(row.wanted - len(row.records) for row in rows):
         console.print(f"[dim]{escape(study.remark)}[/]")
@@ -91,7 +91,7 @@ def show(
 
 
 def suggest(console: Console, study: Study) -> None:
-    """What to try next."""
+    """Print what to try next."""
     if not study.next_steps:
         return
     console.print("\n[bold]What to try next[/]")

@@ -1,6 +1,6 @@
-"""What a study shows while it runs: the table as it fills, and the job at hand.
+"""The output of a running study: the table so far, and the current job.
 
-On a terminal the table is drawn in place; into a pipe or a file goes one line for each job.
+On a terminal the table is updated in place; a pipe or a file gets one line per job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .table import Row, draw, shorten
 
 
 class Progress(Protocol):
-    """How far a job is, as training reports it."""
+    """The progress of a job, as training reports it."""
 
     @property
     def step(self) -> int: ...
@@ -44,7 +44,7 @@ class Screen:
         self.rows: Sequence[Row] = ()
         self.job: Job | None = None
         self.progress: Progress | None = None
-        # Of the jobs of this call: how many there are, and how long the finished ones took.
+        # Of the jobs of this call: their number, and the seconds of finished ones.
         self.number = 0
         self.times: list[float] = []
         self.started = time.monotonic()
@@ -83,7 +83,7 @@ class Screen:
         self.rows = rows
 
     def skip(self) -> None:
-        """A job of this call is done elsewhere."""
+        """Another process has done a job of this call."""
         self.number -= 1
 
     def finish(self, record: Record) -> None:
@@ -101,7 +101,7 @@ class Screen:
             self.say(f"{count:>7}  {name:<24} {said}, {record.seconds:.0f} s")
 
     def fail(self, job: Job, why: str) -> None:
-        """A job ended without a result; of many with one reason, the first is said."""
+        """A job ended without a result; a repeated reason is printed once."""
         self.job = None
         self.number -= 1
         if why not in self.reasons:
@@ -121,7 +121,7 @@ class Screen:
         return Group(*parts)
 
     def _bar(self) -> Table:
-        """Over all jobs of this call; the one at hand counts by its steps."""
+        """The bar over all jobs of this call; the current one counts by its steps."""
         done = len(self.times) + self._share
         line = Table.grid(padding=(0, 1), expand=False)
         bar = ProgressBar(total=max(1, self.number), completed=done, width=34)
@@ -132,7 +132,7 @@ class Screen:
 
     @property
     def _share(self) -> float:
-        """How much of the job at hand is done."""
+        """The finished share of the current job."""
         if self.job is None or self.progress is None or not self.progress.steps:
             return 0.0
         return min(1.0, self.progress.step / self.progress.steps)

@@ -1,8 +1,8 @@
 """A study: systems, a task, one budget for all of them, and seeds.
 
-What this must meet: systems differ in what is compared and in nothing else, so a budget belongs to
-the study and never to one of its systems; and a job is known by a key of everything that decides
-its result, so that results of different budgets can never meet in one table.
+Requirements: systems differ only in what is compared, so the budget belongs to the study and never
+to a system; and the key of a job covers everything that decides its result, so results of different
+budgets never share a table.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 from ..systems import SYSTEMS
 from .ledger import Record
 
-# What a system of a study may say of itself, in the words of the training settings.
-# They are the models' parts and shape; data, steps and rates are not among them.
+# The training settings that a variant may set: the parts and shape of the model, but not data,
+# steps or rates.
 PARTS = ("system", "kernel", "position", "value", "filter", "system_options", "overrides")
-# Settings that a study gives each job by itself.
+# Settings that the study sets for each job.
 ELSEWHERE = ("task", "seed", "output", "resume")
 
 
 class Variant:
-    """A system under a name of its own, with the parts that make it differ."""
+    """A system under its own name, with the settings in which it differs."""
 
     def __init__(self, name: str, **parts: Any) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
             raise ValueError(
                 "the name of a variant must be letters, digits and . _ + - without spaces, "
-                f"but came as {name!r}"
+                f"got {name!r}"
             )
         for part in parts:
             if part not in PARTS:
@@ -43,7 +43,7 @@ class Variant:
         if not {"system", "kernel"} & set(parts):
             if name not in SYSTEMS:
                 raise ValueError(
-                    f"variant {name!r} must say its system or its kernel, or be named as one of: "
+                    f"variant {name!r} must set system or kernel, or have the name of a system: "
                     f"{', '.join(SYSTEMS)}"
                 )
             parts["system"] = name
@@ -61,14 +61,14 @@ class Job:
 
     variant: str
     seed: int
-    # What the study says of it, for the trainer.
+    # The settings from the study.
     chosen: Mapping[str, Any]
-    # Everything that decides its result, with nothing left open.
+    # All settings that decide its result, filled in.
     settings: Mapping[str, Any]
 
     @property
     def key(self) -> str:
-        """A short name for everything that decides the result."""
+        """A hash of everything that decides the result."""
         text = json.dumps(self.settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -91,29 +91,25 @@ class Study:
     seeds: Sequence[int] = (0, 1)
     name: str = "study"
     title: str = ""
-    # What a reader of the table should know.
+    # A note below the table.
     remark: str = ""
-    # What to try after it: pairs of a command and what it is for.
+    # What to try next: pairs of a command and its purpose.
     next_steps: Sequence[tuple[str, str]] = ()
 
     def __post_init__(self) -> None:
         if not self.systems or isinstance(self.systems, str):
-            raise ValueError(
-                f"systems must be a list of at least one, but came as {self.systems!r}"
-            )
+            raise ValueError(f"systems must be a list of at least one, got {self.systems!r}")
         if self.task not in METRICS:
-            raise ValueError(f"task must be one of {', '.join(METRICS)}, but came as {self.task!r}")
+            raise ValueError(f"task must be one of {', '.join(METRICS)}, got {self.task!r}")
         for part in self.budget:
             if part in {*PARTS, *ELSEWHERE} - {"overrides"}:
                 raise ValueError(
-                    f"the budget sets {part!r}, but that is not for the budget to say: "
+                    f"the budget must not set {part!r}: "
                     "see systems, task and seeds of the study, and --output"
                 )
         names = [variant.name for variant in self.variants]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(
-                f"systems must have names of their own, but {min(twice)!r} comes twice"
-            )
+            raise ValueError(f"systems must have different names, but {min(twice)!r} occurs twice")
         check_seeds(self.seeds)
 
     @property
@@ -125,11 +121,11 @@ class Study:
         return METRICS[self.task]
 
     def owns(self, record: Record) -> bool:
-        """Whether a record is of this study as it stands now, whatever its seed."""
+        """Whether a record fits this study as it is now, with any seed."""
         return not self.differences(record)
 
     def differences(self, record: Record) -> dict[str, str]:
-        """What decided a record and is no longer so: setting -> "steps was 100, is now 200"."""
+        """Settings of a record that have changed since, such as "steps was 100, is now 200"."""
         by_name = {variant.name: variant for variant in self.variants}
         variant = by_name.get(record.variant)
         now = self.job(variant or self.variants[0], record.seed).settings
@@ -140,12 +136,12 @@ class Study:
             if then.get(name) != now.get(name)
         }
         if variant is None:
-            # Its parts are its own affair, but it must have had the same budget.
+            # An unknown variant may have any parts, but must have the same budget.
             changed = {name: text for name, text in changed.items() if name not in PARTS}
         return changed
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
-        """Every variant with the first seed, then with the second, …: half a study is fair too."""
+        """Every variant with the first seed, then with the second, …: half a study is fair, too."""
         return [
             self.job(variant, seed)
             for seed in (self.seeds if seeds is None else seeds)
@@ -153,7 +149,7 @@ class Study:
         ]
 
     def job(self, variant: Variant, seed: int) -> Job:
-        """One job; ValueError for settings that training does not know or take."""
+        """One job; ValueError for unknown or wrong settings."""
         from ..train.settings import FREE, Settings
 
         known = [entry.name for entry in fields(Settings)]
@@ -161,29 +157,31 @@ class Study:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-                raise ValueError(f"the budget sets {name!r}, which training does not know; {hint}")
+                raise ValueError(
+                    f"the budget sets {name!r}, which is not a setting of training; {hint}"
+                )
         chosen = {"task": self.task, **self.budget, **variant.parts, "seed": seed}
-        # Changes of the preset add up: those for all, and those of this variant.
+        # Config fields of the budget and of the variant are merged.
         both = [source.get("overrides", {}) for source in (self.budget, variant.parts)]
         chosen["overrides"] = {**both[0], **both[1]}
         try:
             resolved = json.loads(Settings(**chosen).resolve().as_json())
         except ValueError as error:
             raise ValueError(f"{variant.name}: {error}") from None
-        # The rest says how a run is kept and watched, and may differ between machines.
+        # The other settings concern logging and storage, and may differ between machines.
         settings = {name: value for name, value in resolved.items() if name not in FREE}
         return Job(variant.name, seed, chosen, settings)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The number a task is judged by, and the one that is measured on the way."""
+    """The metric of a task, and the metric during training."""
 
     key: str
     title: str
     lower_is_better: bool
     digits: int = 3
-    # Where the first is measured at the end alone.
+    # If the metric is measured at the end only.
     on_the_way: Metric | None = None
 
     @property
@@ -201,4 +199,4 @@ METRICS = {
 def check_seeds(seeds: Sequence[int]) -> None:
     whole = all(isinstance(seed, int) and seed >= 0 for seed in seeds)
     if not seeds or not whole or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be different numbers from 0 on, but came as {seeds!r}")
+        raise ValueError(f"seeds must be different numbers from 0 on, got {seeds!r}")

@@ -1,4 +1,4 @@
-"""The table of a study: mean and spread over seeds, what a system costs, how fast it ran."""
+"""The table of a study: mean and spread over seeds, cost and speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COSTS = ("parameters", "FLOPs/token", "tokens/s")
 
 @dataclass(frozen=True)
 class Row:
-    """A variant, and its records in the order of their seeds."""
+    """A variant and its records, by seed."""
 
     variant: str
     wanted: int
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def mean(self) -> float | None:
-        """No mean where a run did not converge: that of the others would flatter the system."""
+        """None if a run did not converge: the mean of the others would flatter the system."""
         return statistics.fmean(self.values) if self.values and not self.diverged else None
 
     @property
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def figure(self) -> str:
-        """What the table says of the metric."""
+        """The metric's cell in the table."""
         digits = self.metric.digits
         if self.diverged:
             if self.values:
@@ -56,14 +56,14 @@ class Row:
             return self.diverged[0].status
         if self.mean is None:
             return ""
-        # One run says nothing of the spread.
+        # One run has no spread.
         if self.spread is None:
             return f"{self.mean:.{digits}f}" + " " * (digits + 5)
         return f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
 
     @property
     def costs(self) -> dict[str, str]:
-        """What it takes; the speed is the median over seeds."""
+        """Cost and speed; the speed is the median over seeds."""
         if not self.records:
             return dict.fromkeys(COSTS, "")
         last = self.records[-1]
@@ -93,7 +93,7 @@ def rows(study: Study, records: Iterable[Record], seeds: Sequence[int] | None = 
 
 
 def best(found: Sequence[Row]) -> Row | None:
-    """The row with the best mean; None unless all that have one have all their seeds."""
+    """The row with the best mean; None while seeds of a row with a mean are missing."""
     known = [(row.mean, row) for row in found if row.mean is not None]
     if len(known) < 2:
         return None
@@ -107,7 +107,7 @@ def draw(found: Sequence[Row], active: str | None = None, width: int = 80) -> Ta
     table.add_column("system", no_wrap=True)
     table.add_column(found[0].metric.title, justify="right", min_width=13)
     table.add_column("seeds", justify="right", no_wrap=True)
-    # Where it is narrow, costs give way to names and figures.
+    # A narrow terminal shows no costs.
     room = width - max(len(row.variant) for row in found) - 26
     shown = []
     for title in COSTS:

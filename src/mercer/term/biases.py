@@ -24,12 +24,12 @@ class Relative:
 
     @property
     def per_query(self) -> bool:
-        """Whether every query has a table of its own."""
+        """Whether every query has its own table."""
         return self.table.shape[2] > 1
 
     @property
     def learned(self) -> bool:
-        """Whether it needs a gradient. To ask forms no table."""
+        """Whether it needs a gradient. Does not form the table."""
         return needs_gradient(self.table)
 
     def widen(self, clip: int) -> Tensor:

@@ -48,12 +48,12 @@ class Factor:
 
     @property
     def per_query(self) -> bool:
-        """Whether every query has a scale of its own."""
+        """Whether every query has its own scale."""
         return isinstance(self.scale, Tensor) and self.scale.dim() == 4
 
     @property
     def learned(self) -> Learned:
-        """Which of its parts need a gradient. A part formed on demand answers by its sources."""
+        """Which of its parts need a gradient. A lazy part does if its sources do."""
         return Learned(*map(needs_gradient, (self.q, self.k, self.scale, self.row, self.col)))
 
 

@@ -19,10 +19,10 @@ class Features:
         for name, part in parts.items():
             _check_part(name, part)
         lengths = [part.shape[2] for part in parts.values()]
-        # No set of them: what is put into a set is a constant of a compiled graph.
+        # Not a set: torch.compile makes constants of numbers in a set.
         if any(length != lengths[0] for length in lengths):
             found = dict(zip(parts, lengths, strict=True))
-            raise ValueError(f"the parts of Features must have one length, but came as {found}")
+            raise ValueError(f"the parts of Features must have one length, got {found}")
         self._parts = parts
 
     @staticmethod
@@ -57,7 +57,7 @@ class Features:
         return max(part.shape[1] for part in self.tensors())
 
     def repeat_heads(self, heads: int) -> Features:
-        """Grouped heads written out."""
+        """All heads, with grouped ones repeated."""
         parts = {n: repeat(x, x.shape[0], heads) for n, x in self._parts.items()}
         return Features(**parts)
 
@@ -73,8 +73,8 @@ Input: TypeAlias = Features | Tensor
 
 def _check_part(name: str, part: object) -> None:
     if not isinstance(part, Tensor):
-        raise ValueError(f"{name} must be a tensor, but came as {type(part).__name__}")
+        raise ValueError(f"{name} must be a tensor, got {type(part).__name__}")
     if part.dim() != 4:
-        raise ValueError(f"{name} must be [B, H, T, D], but came as {list(part.shape)}")
+        raise ValueError(f"{name} must be [B, H, T, D], got {list(part.shape)}")
     if not part.is_floating_point():
-        raise ValueError(f"{name} must be a floating point tensor, but came as {part.dtype}")
+        raise ValueError(f"{name} must be a floating point tensor, got {part.dtype}")

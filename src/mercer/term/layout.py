@@ -15,7 +15,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def repeat(x: Tensor, batch: int, heads: int) -> Tensor:
-    """[B or 1, h, …] -> [B, H, …], every head repeated H / h times in place (grouped queries)."""
+    """[B or 1, h, …] -> [B, H, …], every head repeated H / h times in a row (grouped queries)."""
     if x.shape[1] != heads:
         group = heads // x.shape[1]
         x = x[:, :, None].expand(*x.shape[:2], group, *x.shape[2:]).flatten(1, 2)

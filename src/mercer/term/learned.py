@@ -1,4 +1,4 @@
-"""What needs a gradient, asked without forming a tensor."""
+"""Which parts need a gradient, found without forming a tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 
 class Learned(NamedTuple):
-    """Which parts of a factor need a gradient. To ask forms no tensor."""
+    """Which parts of a factor need a gradient. Forms no tensor."""
 
     q: bool
     k: bool
@@ -20,11 +20,11 @@ class Learned(NamedTuple):
 
 
 def needs_gradient(*parts: object) -> bool:
-    """Whether one of them is a tensor that needs a gradient, and gradients are on."""
+    """Whether gradients are on and one of them is a tensor that needs a gradient."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in parts)
 
 
 def derives(trains: bool) -> bool:
-    """Whether a call may have a derivative: as it trains, or one that only autograd can refuse."""
+    """Whether a call may be differentiated: it trains, or forward AD or functorch is active."""
     other = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     return trains or other

@@ -89,7 +89,7 @@ class Radial(Link):
     """A function of the distance r itself."""
 
     def radius(self, s: Tensor) -> Tensor:
-        # The square root has no slope at 0: there it is cut out of the graph.
+        # The square root has no derivative at 0, so zeros are cut out of the autograd graph.
         apart = s < 0
         return torch.where(apart, torch.sqrt(torch.where(apart, -2 * s, 1.0)), 0.0)
 

@@ -1,4 +1,4 @@
-"""What a backend returns, and how results of several terms become one."""
+"""The result of a backend, and the mix of several results."""
 
 from __future__ import annotations
 

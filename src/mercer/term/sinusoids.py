@@ -24,9 +24,10 @@ def sinusoid(
 ) -> Tensor:
     """Sines and cosines of every place at P / 2 frequencies, interleaved, [..., P].
 
-    Angles are in float64; for bfloat16 and up to some ten thousand places, float32 will do.
+    Angles are in float64; float32 is enough for bfloat16 and up to some ten thousand places.
     """
-    # In line, a compiler would compute them again for each tensor they are added to.
+    # An opaque operator: inlined, a compiler would recompute them for each tensor they are added
+    # to.
     form = form_sinusoid if torch.compiler.is_compiling() else _form_sinusoid
     return form(places, width, base, dtype, wide)
 
@@ -155,7 +156,7 @@ class SinusoidFactor(Factor):
     def as_table(self) -> QueryTable | None:
         """The same weights as <x_i, weight sinusoid(d)> of every distance d; None without a weight.
 
-        It reaches one place further than the keys do, so no row stands for distances beyond it.
+        It reaches one place further than the keys, so that no distance is clipped.
         """
         if self.weight is None:
             return None
@@ -207,7 +208,7 @@ def turned(c: Tensor, base: float, scale: float = 1.0) -> Tensor:
     c = c.to(both.dtype)
     sin, cos = both.unflatten(-1, (-1, 2)).unbind(-1)
     if torch.compiler.is_compiling():
-        # A compiler fuses this; complex numbers it would only call.
+        # A compiler fuses this, but not operations on complex numbers.
         s, o = c[..., 0::2], c[..., 1::2]
         return torch.stack([s * sin + o * cos, o * sin - s * cos], -1).flatten(-2)
     # (s + io) (sin - i cos): one pass over c instead of eight.

@@ -53,7 +53,7 @@ class Term:
 
     @property
     def learned(self) -> bool:
-        """Whether any part of a resolved term needs a gradient. To ask forms no tensor."""
+        """Whether any part of a resolved term needs a gradient. Forms no tensor."""
         bias = self.relative
         return any(any(f.learned) for f in self.factors) or (bias is not None and bias.learned)
 

@@ -1,4 +1,4 @@
-"""Random calls, what they give, and how far off it is."""
+"""Random calls, their results, and their errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def taking(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> list[str]:
-    """The backends that take the kernel and give its gradients, by asking them."""
+    """The backends that accept the kernel and compute its gradients."""
     kernel = copy.deepcopy(kernel).to(device)
     q, k, v = inputs(kernel, shape, dim, dtype, device=device)
     for x in (*q.tensors(), *k.tensors(), v):
@@ -125,7 +125,7 @@ class Case:
 
 
 def assert_close(got: Tensor, want: Tensor, what: str) -> None:
-    assert torch.equal(got.isneginf(), want.isneginf()), f"{what}: -inf in other places"
+    assert torch.equal(got.isneginf(), want.isneginf()), f"{what}: -inf at different positions"
     finite = want.isfinite()
     size = want[finite].abs().amax().item() if bool(finite.any()) else 0.0
     error = (got - want)[finite].abs().amax().item() if bool(finite.any()) else 0.0
@@ -149,7 +149,7 @@ def errors(
     for seed in range(seeds):
         case = Case(kernel, filter, shape, dim, seed, dtype, device)
         got = case.run(backend)
-        # The same numbers in float64: what is rounded at the start is not the backend's error.
+        # The same inputs in float64: rounding of the inputs is not the backend's error.
         want = case.run("reference", wide=True)
         rounding = max(rounding, rounding_of(case))
         for name, x in want.items():

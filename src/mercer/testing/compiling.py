@@ -1,4 +1,4 @@
-"""Compiles what a call would start, for a GPU that need not be there."""
+"""Compiles the kernels of a call for a GPU that this machine need not have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-# What is told of each kernel: its name, and what Triton compiled.
+# Called for each kernel with its name and Triton's compiled kernel.
 Read = Callable[[str, Any], None]
 # Of H200 and A100: multiprocessors, and the shared memory that a program may take, in bytes.
 PROCESSORS = {90: 132, 80: 108}
@@ -18,7 +18,7 @@ SHARED = {90: 232448, 80: 166912}
 
 
 class Driver:
-    """What Triton asks of a GPU before it compiles."""
+    """A stand-in for Triton's driver: the properties of the GPU it compiles for."""
 
     launcher_cls = None
 
@@ -30,7 +30,7 @@ class Driver:
         return {"max_shared_mem": shared, "multiprocessor_count": count}
 
     def get_current_device(self) -> int:
-        # Triton keeps what it has compiled by this number.
+        # Triton caches compiled kernels per device number.
         return self.capability
 
     def get_current_stream(self, device: int | None = None) -> int:
@@ -46,7 +46,7 @@ class Driver:
 
 
 def answers(capability: int) -> dict[str, Any]:
-    """What our backends ask of a device, by the names of these functions."""
+    """The answers of `backends.runtime.device` for this GPU, by name of function."""
     hopper = capability == 90
     return {
         "settles": hopper, "has_tma": hopper, "on_hopper": hopper, "there": hopper,
@@ -55,14 +55,14 @@ def answers(capability: int) -> dict[str, Any]:
 
 
 def name_of(fn: Any) -> str:
-    """Of a kernel, with the folder of its kernels, such as hopper.forward."""
+    """The name of a kernel with its tier, such as hopper.forward."""
     parts = fn.__module__.split(".")
     return f"{parts[parts.index('kernels') - 1]}.{fn.__name__}"
 
 
 @contextmanager
 def compiled(capability: int, read: Read) -> Iterator[None]:
-    """Calls of the fused kernels with tensors of a CPU compile for a GPU, and start nothing."""
+    """Within: calls of fused kernels with CPU tensors compile for a GPU and launch nothing."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -88,13 +88,13 @@ def compiled(capability: int, read: Read) -> Iterator[None]:
     with ExitStack() as changed:
         changed.enter_context(patch.object(JITFunction, "run", run))
         changed.enter_context(patch.object(launch.Launch, "__call__", start))
-        # Nothing is computed, so that there is nothing to compare.
+        # Nothing is computed, so the check of the Hopper tier has nothing to compare.
         allowed = capability == 90
         changed.enter_context(patch.object(tier, "allows", lambda *given: allowed))
         changed.enter_context(
             patch.object(tier, "completed", lambda way, p, start, *given: [start(*given)])
         )
-        # Tensors of a CPU are taken.
+        # Accept CPU tensors.
         for module in (backend, polynomial, tokenwise, function, lookup):
             changed.enter_context(patch.object(module, "INTERPRETED", True))
         changed.enter_context(patch.object(tokenwise, "_refuses", lambda task, q: None))

@@ -1,4 +1,4 @@
-"""What a filter promises."""
+"""The contract of a filter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel promises."""
+"""The contract of a kernel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHAPES = (
 def check_kernel(
     kernel: Kernel, *, heads: int = 2, dim: int = 8, shapes: Sequence[Shape] = SHAPES
 ) -> None:
-    """Everything a kernel promises; raises AssertionError with what broke.
+    """Check the contract of a kernel; raises AssertionError with the failure.
 
     Args:
         kernel: any kernel; it is copied, never changed.
-        heads, dim: the heads and features of a part that it was made for.
+        heads, dim: the heads and features that it was made for.
         shapes: the cases; their heads are replaced by `heads`.
     """
     check_properties(kernel, heads=heads, dim=dim)
@@ -87,7 +87,7 @@ def check_gradients(kernel: Kernel, *, heads: int = 2, dim: int = 8) -> None:
 
 
 def check_properties(kernel: Kernel, *, heads: int = 2, dim: int = 8) -> None:
-    """Symmetric, positive and valid as it says; rows sum to one; log_weight is the log."""
+    """The flags symmetric, positive and valid; rows sum to one; log_weight is the log."""
     kernel = double(kernel)
     x, _, v = inputs(kernel, Shape(heads=heads, kv_heads=heads, queries=9, keys=9), dim)
     gram = kernel(x, x)
@@ -140,7 +140,7 @@ def check_accuracy(
 
 
 class _Call(torch.nn.Module):
-    """A kernel's reference as a module, so that its parameters can be given as arguments."""
+    """The reference as a module, so that functional_call can pass kernel parameters."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from .taps import Boundary, joined
 
 
 class Convolved:
-    """Keys and values of a cache by their whole kernels: those whose neighbours are all there."""
+    """Keys and values of a cache after their whole kernels, up to the last with all neighbours."""
 
     def __init__(self) -> None:
         self._keys: Growing | None = None  # [B, H, n, D], None without kernels on keys
@@ -29,7 +29,7 @@ class Convolved:
         self.ahead = 0  # how far after a key its last tap reads
 
     def extend(self, recent: Vicinity, length: int) -> None:
-        """Convolve as many as `length`; `recent` has the keys that are needed for the new ones."""
+        """Extend to `length` keys; `recent` has the keys that the new ones read."""
         self.ahead = recent.problem.k.length + recent.first - length
         if length <= self.length:
             return
@@ -50,7 +50,7 @@ class Convolved:
         return None if self._values is None else self._values.tensor
 
     def crop(self, length: int) -> None:
-        """Forget those that read beyond the first keys."""
+        """Remove those that read beyond the first `length` keys."""
         self.length = max(0, min(self.length, length - self.ahead))
         for x in (self._keys, self._values):
             if x is not None:
@@ -83,10 +83,10 @@ def continue_vicinity(
     filter: Filter,
     backend: str,
 ) -> Tensor | None:
-    """What `vicinity` gives for the last queries, without convolving again what `ready` holds.
+    """`vicinity` for the last queries, without convolving the keys in `ready` again.
 
-    `taps` gives the taps of all keys from a place on. None where the filter or the kernel have to
-    know all keys as they came.
+    `taps` gives the taps of all keys from a place on. None if the filter or the kernel needs all
+    unmixed keys.
     """
     problem = prepare(kernel, q, k, v, filter, 0.0, False, backend)
     q, k, v, filter = problem.q, problem.k, problem.v, problem.filter
@@ -108,7 +108,7 @@ def continue_vicinity(
 def _continued(
     whole: Vicinity, recent: Vicinity, ready: Convolved, count: int, backend: str
 ) -> Smoothed:
-    """Of the first keys what `ready` holds; `recent` has the others."""
+    """The first keys from `ready`, the others from `recent`."""
     problem = whole.problem
     ready.extend(recent, problem.k.length - count)
     first = slice(None, ready.length)

@@ -1,4 +1,4 @@
-"""The definition of `vicinity`: every query with the kernels that it sees."""
+"""The definition of `vicinity`, query by query."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def rows(x: Tensor, first: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Column:
-    """One term of query n and key first + n, which lies `away` places before it."""
+    """One term of query n and key first + n, `away` places before it."""
 
     term: Term
     first: int
@@ -37,7 +37,7 @@ class Column:
     value: Tensor  # [B, H, Q, V]
 
     def weights(self, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        """w = exp(first) * second, each [B, H, Q]: a power is taken as a power, for its zeros."""
+        """w = exp(first) * second, each [B, H, Q]. Powers are in `second`: they can be 0."""
         log, power = self.value.new_zeros((), dtype=wide), self.value.new_ones((), dtype=wide)
         for f in self.term.factors:
             s = self.score(f, wide)
@@ -67,7 +67,7 @@ class Column:
 
 
 def average(columns: list[Column], count: int, whole: Problem) -> Smoothed:
-    """The smoother of `count` keys for each query, whose terms follow each other."""
+    """The smoother of `count` keys for each query; the terms of a key are consecutive columns."""
     shape, wide = (whole.batch, whole.q.heads, whole.q.length), accumulator(whole.v.dtype)
     logs, powers = [], []
     for column in columns:

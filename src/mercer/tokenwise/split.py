@@ -1,8 +1,8 @@
 """A call of `vicinity` as a few near keys and all others.
 
-Only the P keys nearest to a query show it a kernel that is cut. All others are one call of `smooth`
-on keys and values that are convolved once. The nearest P are one block of P columns. Both are mixed
-by their masses, so memory is linear in the length.
+Only the P keys nearest to a query have taps that it must not see. All other keys are one call of
+`smooth` on keys and values that are convolved once. The nearest P are one block of P columns. Both
+are mixed by their masses, so memory is linear in the length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Vicinity:
     first: int = 0  # the place of the first key
 
     def seen(self, away: int | None) -> Problem:
-        """The problem with keys and values as a query sees them that far away."""
+        """The problem with the keys and values that a query `away` places later sees."""
         key_taps, value_taps, *_ = self.convolution
         k, v = self.problem.k, self.problem.v
         if key_taps is not None:
@@ -50,7 +50,7 @@ class Vicinity:
         return convolve(in_heads(x, taps), first, kernel, joins)
 
     def far(self, count: int, backend: str) -> Smoothed:
-        """All keys but the nearest, whose kernels are whole."""
+        """All keys but the nearest; all their taps are visible."""
         whole = replace(self.seen(None), log_mass=True)
         moved = self.moved(count)
         if moved is None:
@@ -60,7 +60,7 @@ class Vicinity:
         return self.before(short, count, backend)
 
     def moved(self, count: int) -> Filter | None:
-        """The filter without the nearest keys, whose queries stand beside the last they see."""
+        """The filter without the nearest keys; queries align with the last key that they see."""
         whole = self.problem
         if whole.kernel.relative:
             return None
@@ -69,8 +69,8 @@ class Vicinity:
 
     def before(self, short: Problem, count: int, backend: str) -> Smoothed:
         """The smoother of all keys but the last; the first queries may see none of them."""
-        # Without the last keys, a query stands beside the last one that it sees: causal again,
-        # which more backends know than a gap.
+        # Without the last keys, queries align with the last key that they see. So the filter is
+        # causal again, which more backends support than a gap.
         blind = max(0, short.q.length - short.k.length)
         out, log_mass, sign = solve(replace(short, q=sliced(short.q, slice(blind, None))), backend)
         assert log_mass is not None
@@ -115,7 +115,7 @@ class Vicinity:
 
 
 def _moved(filter: Filter, count: int, num_queries: int, num_keys: int) -> Filter | None:
-    """What a query sees but its `count` nearest keys, as seen from `count` places before it."""
+    """The keys that a query sees without its `count` nearest, for queries moved back by `count`."""
     match filter:
         case Causal():
             return filter
@@ -139,7 +139,7 @@ def with_content(k: Features, content: Tensor) -> Features:
 
 
 def in_heads(x: Tensor, taps: Tensor) -> Tensor:
-    """x in as many heads as the taps have, where they have more."""
+    """x, with heads repeated if the taps have more."""
     fits = taps.shape[2] == 1 or taps.shape[2] == x.shape[1]
     return x if fits else repeat(x, x.shape[0], taps.shape[2])
 

@@ -1,6 +1,6 @@
 """Small convolution kernels, one for each key, in plain PyTorch.
 
-Nothing is read that the query must not see, so a NaN there does not show. Gradients are sums in a
+Nothing is read that the query must not see, so a NaN there has no effect. Gradients are sums in a
 fixed order, without atomics.
 """
 
@@ -22,35 +22,33 @@ from ..term.layout import accumulator
 
 def check_boundary(boundary: object) -> None:
     if boundary not in BOUNDARIES:
-        raise ValueError(
-            f"boundary must be one of {', '.join(BOUNDARIES)}, but came as {boundary!r}"
-        )
+        raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {boundary!r}")
 
 
 def check_size(size: object) -> None:
     if not isinstance(size, int) or size < 1 or size % 2 == 0:
-        raise ValueError(f"size must be an odd number such as 3, 5 or 7, but came as {size}")
+        raise ValueError(f"size must be an odd number such as 3, 5 or 7, got {size}")
 
 
 def check_temperature(name: str, value: object) -> None:
     if value is None:
         return
-    # A compiled graph compares a number that may vary, and asks no more of it.
+    # In a compiled graph the number may be symbolic: only compare it.
     if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be None or a positive finite number, but came as {value}")
+        raise ValueError(f"{name} must be None or a positive finite number, got {value}")
 
 
 def cut(
     taps: Tensor, normalize: float | None, boundary: Boundary, away: int | None
 ) -> tuple[int, Tensor]:
-    """The kernel as a query sees it that far away: its first offset, and its taps [B, K, H, n]."""
+    """The kernel that a query `away` places later sees: first offset, and taps [B, K, H, n]."""
     reach = taps.shape[-1] // 2
     first, last = visible(boundary, reach, away)
     kernel = taps[..., reach + first : reach + last + 1]
     if normalize is not None:
         kernel = (kernel / normalize).softmax(-1)
     if away is not None and last > away:
-        # For a query, the sequence ends with itself: what lies beyond contributes nothing.
+        # For a query the sequence ends with itself: later places contribute zero.
         kernel = kernel[..., : away - first + 1]
     return first, kernel
 

@@ -1,18 +1,18 @@
-"""Attention to keys that speak for their vicinity: TWiKers as a function.
+"""Token-Wise Kernels (TWiKers) as a function: attention to convolved keys and values.
 
     out_i = sum_j w(q_i, k~_ij) v~_ij / sum_j w(q_i, k~_ij)
     k~_ij = sum_d a_j[d] k_{j+d},  v~_ij = sum_d b_j[d] v_{j+d}
 
 over the taps d of key j that query i sees. Under a causal filter the boundary rule says which:
 
-    "none"      all; what lies beyond the query reads as zero
+    "none"      all; keys after the query are read as zero
     "left"      d <= 0
     "truncate"  j + d <= i
     "shrink"    |d| <= i - j
 
-Invisible taps are removed before the softmax. Taps beyond the ends of the sequence, of a document
-or of what is not padding contribute zero. Without a causal filter there is no future to hide, and
-only "left" leaves taps out.
+Invisible taps are removed before the softmax. Taps beyond the ends of the sequence or of a
+document, and taps on padding, contribute zero. Without a causal filter there is no future to hide,
+and only "left" leaves taps out.
 
 `definition.reference` is this, query by query, and the specification. A backend may take the whole
 call (dispatch/tokens.py). Otherwise it is split into near and far keys (split.py).
@@ -76,7 +76,7 @@ def vicinity(
     Args:
         q, k, v: as in `smooth`; of the keys, the part `content` is convolved.
         key_taps, value_taps: the kernel of each key, [B, K, H or 1, S], tap d in column p + d.
-        normalize: None uses taps as they are; a number T means softmax(taps / T) over what is seen.
+        normalize: None uses taps as they are; a number T: softmax(taps / T) over visible taps.
         boundary: which taps a query sees near itself: none, left, truncate or shrink.
         kernel, filter, backend, dropout_p, return_log_mass: as in `smooth`.
     """
@@ -110,7 +110,7 @@ def _solve(problem: Problem, convolution: Convolution, backend: str) -> Smoothed
         return Smoothed(*solve(call.seen(None), backend))
     near = call.near(count)
     if near is None:
-        # Without a lowering there is only the definition; a backend by name refuses.
+        # Without a lowering only the definition can run; a named backend refuses.
         choose((), backend)
         return reference(problem, convolution)
     if problem.k.length <= count:
@@ -123,19 +123,19 @@ def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
         return
     if not isinstance(taps, Tensor) or taps.dim() != 4 or not taps.is_floating_point():
         came = list(taps.shape) if isinstance(taps, Tensor) else type(taps).__name__
-        raise ValueError(f"{name} must be numbers [B, K, H or 1, S], but came as {came}")
+        raise ValueError(f"{name} must be numbers [B, K, H or 1, S], got {came}")
     batch, length, heads, size = taps.shape
     k = problem.k.part("content") if name == "key_taps" else problem.v
-    # One by one: a compiled graph does not look for a size that varies among others.
+    # Compared one by one: torch.compile cannot test a symbolic size with `in`.
     fits = length == problem.k.length and (batch == 1 or batch == problem.batch)
     if not (fits and (heads == 1 or heads == k.shape[1] or heads == problem.q.heads)):
         allowed = sorted({1, k.shape[1], problem.q.heads})
         raise ValueError(
             f"{name} must be [{problem.batch}, {problem.k.length}, "
-            f"{' or '.join(map(str, allowed))}, S], but came as {list(taps.shape)}"
+            f"{' or '.join(map(str, allowed))}, S], got {list(taps.shape)}"
         )
     if size % 2 == 0:
-        raise ValueError(f"{name} must have an odd number of taps, but came with {size}")
+        raise ValueError(f"{name} must have an odd number of taps, got {size}")
     check_size(size)
     if taps.device != problem.v.device:
         raise ValueError(f"{name} must be on {problem.v.device}, but is on {taps.device}")

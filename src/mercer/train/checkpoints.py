@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there: written aside, signed, then renamed into place.
+"""Checkpoints, written to a temporary folder, signed by a manifest, then renamed into place.
 
-What this must meet: a process may die between any two lines, and the disk may be full; then the
-checkpoints from before are as they were, and what is half-written is never taken for whole. Nothing
-is unpickled: tensors are safetensors, the rest is JSON.
+Requirements: a process may die between any two lines, and the disk may be full. Earlier checkpoints
+are then unchanged, and a half-written one is never used. Nothing is unpickled: tensors are
+safetensors, the rest is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFull(OSError):
-    """There is no room for a checkpoint; the earlier ones are as they were."""
+    """There is no room for a checkpoint. Earlier checkpoints are unchanged."""
 
 
 class Checkpoints:
@@ -34,7 +34,7 @@ class Checkpoints:
         self._damaged: list[Path] = []
 
     def save(self, step: int, fill: Callable[[Path], None]) -> Path:
-        """Let `fill` write its files into a folder, and make that the checkpoint of a step."""
+        """Save the files that `fill` writes into a folder as the checkpoint of a step."""
         final = self.folder / f"step-{step:08d}"
         aside = self.folder / f".writing-{step:08d}-{os.getpid()}"
         try:
@@ -56,7 +56,7 @@ class Checkpoints:
                 + (
                     f"{self.steps()[-1].name} is the last one"
                     if self.steps()
-                    else "there is none before it"
+                    else "there is no earlier checkpoint"
                 ),
                 str(self.folder),
             ) from None
@@ -66,13 +66,13 @@ class Checkpoints:
         return final
 
     def steps(self) -> list[Path]:
-        """All that carry the name of a checkpoint, oldest first."""
+        """All folders named as checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         return sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name))
 
     def latest(self, say: Callable[[str], None]) -> Path | None:
-        """The last one that is whole; each damaged one after it is named. None if there is none."""
+        """The last valid checkpoint, or None; `say` names each damaged one after it."""
         found = self.steps()
         for path in reversed(found):
             problem = examine(path)
@@ -82,19 +82,19 @@ class Checkpoints:
             say(f"checkpoint {path.name} is damaged ({problem}); trying the one before")
         if found:
             raise ValueError(
-                f"no checkpoint in {self.folder} is whole: start anew with another --output"
+                f"all checkpoints in {self.folder} are damaged: start again with another --output"
             )
         return None
 
     def sweep(self) -> None:
-        """Remove what a killed process left half-written."""
+        """Remove half-written checkpoints of killed processes."""
         if self.folder.is_dir():
             for path in self.folder.glob(".writing-*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self) -> None:
         for path in self._damaged:
-            # It may have been written anew since.
+            # It may have been written again since.
             if path.exists() and examine(path) is not None:
                 shutil.rmtree(path, ignore_errors=True)
         self._damaged = []
@@ -103,7 +103,7 @@ class Checkpoints:
 
 
 def examine(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """Why a checkpoint is damaged, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, Any] = manifest["files"]
@@ -114,7 +114,7 @@ def examine(path: Path) -> str | None:
             if size != signed["bytes"]:
                 return f"{name} has {size} bytes, not {signed['bytes']}"
             if _hash(path / name) != signed["sha256"]:
-                return f"the content of {name} is not what was written"
+                return f"{name} does not match its checksum"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -125,7 +125,7 @@ def examine(path: Path) -> str | None:
 
 
 def _sign(folder: Path) -> None:
-    """Write the manifest, and see that everything is on the disk before it is given its name."""
+    """Write the manifest, and sync everything to disk before the rename."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         _sync(path)
@@ -152,9 +152,9 @@ def _sync(path: Path) -> None:
 
 
 def _full(error: Exception) -> int | None:
-    """The error number of a full disk, where that is what an error says."""
+    """The error number, if the error means a full disk."""
     if isinstance(error, OSError) and error.errno in FULL:
         return error.errno
-    # safetensors has an error of its own, which carries the number as text.
+    # safetensors raises its own error, with the number in the text.
     found = re.search(r"os error (\d+)", str(error))
     return int(found[1]) if found and int(found[1]) in FULL else None

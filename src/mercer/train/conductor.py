@@ -1,4 +1,4 @@
-"""What happens at a step: log, evaluate, save, or end."""
+"""Decides after each step: log, evaluate, save, or end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Conductor(TrainerCallback):
             control.should_evaluate = spent <= SPARING * trainer.agreed_seconds
         over = settings.time is not None and trainer.agreed_seconds >= settings.time
         if over or trainer.stopped_by:
-            # The last step is looked at too before it is kept.
+            # The last step is checked, too, before it is saved.
             trainer.learn(everything=True)
             control.should_training_stop = control.should_save = control.should_log = True
             control.should_evaluate = False

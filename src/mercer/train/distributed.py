@@ -1,7 +1,7 @@
-"""The processes of a run: who we are, what all agree on, and how a model is spread over them.
+"""The processes of a run: ranks, agreement, and sharding of the model.
 
 Processes come from torchrun or accelerate. Gradients are averaged by DDP, which accelerate wraps
-around the model, or the model itself is spread by FSDP2 (`fully_shard`), on GPUs and on CPUs alike.
+around the model, or the model is sharded by FSDP2 (`fully_shard`), on GPUs and on CPUs alike.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class Elsewhere(RuntimeError):
-    """The main process failed, and says why; this one ends with it."""
+    """The main process failed; this one ends, too."""
 
 
 @dataclass(frozen=True)
 class Team:
-    """This process among all of them."""
+    """All processes of a run, seen from this one."""
 
     device: torch.device
     rank: int = 0
@@ -46,14 +46,14 @@ class Team:
         return total
 
     def put(self, numbers: list[float]) -> Tensor:
-        """Numbers on the device, without waiting for what it is doing."""
+        """Copy numbers to the device without synchronising."""
         held = torch.tensor(numbers, dtype=torch.float64)
         if self.device.type != "cuda":
             return held.to(self.device)
         return held.pin_memory().to(self.device, non_blocking=True)
 
     def tell(self, work: Callable[[], T]) -> T:
-        """The main process does it, and all have what came of it, its failure too; collective."""
+        """Run it in the main process; all get its result or its failure; collective."""
         if self.size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -74,8 +74,8 @@ class Team:
     def deal(self, items: int, batch: int) -> Iterator[tuple[list[int], bool]]:
         """Batches of items for this process, and whether they count.
 
-        All processes get the same number of batches, since a sharded model is run by all or none;
-        those who would have none get the first items again, which do not count.
+        All processes get the same number of batches, since a sharded model needs all of them.
+        Processes without a batch get the first items again, which do not count.
         """
         starts = list(range(0, items, batch))
         for turn in range(-(-len(starts) // self.size)):
@@ -85,9 +85,9 @@ class Team:
 
 
 class Watch:
-    """What all processes agree on after each step: a bad loss, a signal, the time.
+    """Shares after each step, over all processes: a bad loss, a signal, the time.
 
-    On a GPU the answer is read one step later, so that no step waits for the one before it.
+    On a GPU the result is read one step later, so that steps do not synchronise.
     """
 
     def __init__(self, team: Team) -> None:
@@ -105,7 +105,7 @@ class Watch:
         self._posted.append((step, numbers, work))
 
     def read(self, *, everything: bool = False) -> Iterator[tuple[int, bool, int, float]]:
-        """Step, whether its loss was bad, a signal, seconds: for what is known by now."""
+        """(step, bad loss, signal, seconds) of each step whose result is there."""
         while len(self._posted) > (0 if everything else self.lag):
             step, numbers, work = self._posted.popleft()
             if work is not None:
@@ -115,7 +115,7 @@ class Watch:
 
 
 class Spread(nn.Module):
-    """A sharded model, passed on as it is: Trainer takes it for wrapped already."""
+    """A sharded model. Trainer takes it for wrapped already, so it does not wrap it in DDP."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Spread(nn.Module):
 
 
 def spread(model: nn.Module, team: Team) -> None:
-    """Shard a model in place, each of its layers as one unit, over all processes."""
+    """Shard a model in place over all processes, each layer as one unit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -139,10 +139,10 @@ def spread(model: nn.Module, team: Team) -> None:
             "fsdp needs several processes: torchrun --nproc-per-node 8 -m mercer train …"
         )
     mesh = init_device_mesh(team.device.type, (team.size,))
-    # The names of classes that belong together, as every model of transformers gives them.
+    # Class names of the layers, as transformers models give them.
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
-    # What layers share with others, such as token kernels, belongs to the model as a whole.
+    # Modules that layers share, such as token kernels, are sharded with the model as a whole.
     own = collections.Counter(id(p) for layer in layers for p in set(layer.parameters()))
     known = collections.Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outside = {p for p in model.parameters() if own[id(p)] > 1 or known[id(p)] > 1}

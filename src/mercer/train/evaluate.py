@@ -1,7 +1,7 @@
-"""What a model is judged by: perplexity and bits per byte, BLEU, accuracy.
+"""Evaluation: perplexity and bits per byte, BLEU, accuracy.
 
-Every number is a sum over the validation data, shared out among the processes and added up, so it
-does not depend on how many there are.
+Every number is a sum over the validation data. The processes share the work, and the result does
+not depend on their number.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torch.utils.data import Dataset
 from .distributed import Team
 
 Precision = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
-# A stream is cut for a batch only where each part still has this many segments to remember.
+# Cut a stream for a batch only if each part has at least this many segments.
 SEGMENTS = 16
 
 
 @contextlib.contextmanager
 def judging(model: nn.Module) -> Iterator[None]:
-    """No dropout, no gradients, and both back afterwards.
+    """Without dropout and gradients; restored afterwards.
 
-    A compiled model is run uncompiled: its last batch is a smaller one, and `generate` grows.
+    A compiled model runs uncompiled: the last batch is smaller and `generate` grows, which
+    would recompile.
     """
     was = model.training
     model.eval()
@@ -39,7 +40,7 @@ def judging(model: nn.Module) -> Iterator[None]:
 
 
 def _uncompiled(model: Any) -> contextlib.AbstractContextManager[Any]:
-    # Asked for only where it is needed: it loads all of dynamo.
+    # Imported only where needed: it loads all of dynamo.
     compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
@@ -56,7 +57,7 @@ def mean_loss(
     precision: Precision,
     look: Callable[[Any, dict[str, Any]], Any] | None = None,
 ) -> tuple[float, float, float]:
-    """The sum of the losses of the first items, of their targets, and of what `look` counts."""
+    """Over the first items: the sum of losses, the number of targets, and the sum of `look`."""
     sums = torch.zeros(3, dtype=torch.float64)
     with judging(model):
         for numbers, counts in team.deal(count, batch):
@@ -76,14 +77,14 @@ def mean_loss(
 def stream_loss(
     model: Any, ids: Any, *, length: int, streams: int, team: Team, precision: Precision
 ) -> tuple[float, float]:
-    """The sum of the losses and of the targets, with a memory that goes from segment to segment.
+    """The sum of losses and the number of targets, with a memory from segment to segment.
 
     The text is cut into streams that are read side by side, each from an empty memory.
     """
     places = len(ids) - 1
     streams = max(1, min(streams, places // (SEGMENTS * length)))
     share = -(-places // streams)
-    # All processes read as many streams; those beyond the end have nothing that counts.
+    # All processes read equally many streams; those beyond the end do not count.
     each = -(-streams // team.size)
     starts = [(team.rank * each + n) * share for n in range(each)]
     ends = [min(start + share, places) for start in starts]
@@ -127,7 +128,7 @@ def score_translations(
     team: Team,
     precision: Precision,
 ) -> dict[str, Any]:
-    """BLEU of beam search by sacrebleu, and its signature: without that a BLEU says little."""
+    """BLEU of beam search by sacrebleu, and its signature, which makes it comparable."""
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ModuleNotFoundError:

@@ -25,7 +25,7 @@ from .settings import Settings
 
 
 class Folder:
-    """Files of a run; with `path` None every call does nothing, so that callers need not ask."""
+    """Files of a run; with `path` None every call does nothing."""
 
     def __init__(self, path: Path | None, *, main: bool = True) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class Folder:
         return None if self.path is None else self.path / "checkpoints"
 
     def open(self, settings: Settings) -> dict[str, Any] | None:
-        """Take the folder for this run; how it ended, if it did. ValueError for another's."""
+        """Lock the folder for this run; return a finished run's result. ValueError if in use."""
         if self.path is None:
             return None
         try:
@@ -54,7 +54,7 @@ class Folder:
         return self.result()
 
     def begin(self, settings: Settings, about: dict[str, Any]) -> None:
-        """Write down what is about to run: from here on the folder holds a run."""
+        """Write the settings: from here on the folder holds a run."""
         if self.writes:
             assert self.path is not None
             write(self.path / "config.json", settings.as_json())
@@ -82,7 +82,7 @@ class Folder:
             )
 
     def _claim(self) -> None:
-        """Keep other processes out; the lock goes with this process, also when it is killed."""
+        """Lock out other processes; the system releases the lock when this process ends."""
         assert self.path is not None
         try:
             import fcntl
@@ -96,7 +96,7 @@ class Folder:
             raise ValueError(f"another process is training in {self.path}") from None
 
     def close(self) -> None:
-        """Let others in; a folder in which nothing was begun goes away."""
+        """Release the lock, and remove a folder in which nothing was written."""
         if self._lock is None:
             return
         assert self.path is not None
@@ -108,7 +108,7 @@ class Folder:
         self._lock = None
 
     def rewind(self, step: int) -> None:
-        """Keep the journal up to a step: what follows is written again."""
+        """Cut the journal after a step: later lines are written again."""
         if self.path is None or not (self.path / "metrics.jsonl").exists():
             return
         self.history = [r for r in read_journal(self.path) if r["step"] <= step]
@@ -116,7 +116,7 @@ class Folder:
             write(self.path / "metrics.jsonl", "".join(map(_line, self.history)))
 
     def note(self, record: dict[str, Any]) -> None:
-        """One more line of the journal."""
+        """Append a line to the journal."""
         self.history.append(record)
         if self.writes:
             assert self.path is not None
@@ -129,7 +129,7 @@ class Folder:
             write(self.path / "result.json", json.dumps(result, indent=2) + "\n")
 
     def result(self) -> dict[str, Any] | None:
-        """How the run ended, if it did."""
+        """The result of a finished run, or None."""
         if self.path is None or not (self.path / "result.json").exists():
             return None
         found: dict[str, Any] = json.loads((self.path / "result.json").read_text(encoding="utf-8"))
@@ -137,7 +137,7 @@ class Folder:
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; one that a crash cut short is left out."""
+    """The lines of metrics.jsonl; a line that a crash cut short is left out."""
     found = []
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):
@@ -146,7 +146,7 @@ def read_journal(folder: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader never meets half of it."""
+    """Replace a file in one step: a reader never sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -159,7 +159,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
-    # JSON has no NaN; a loss that is none is written as null.
+    # JSON has no NaN: write null.
     tidy = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -168,7 +168,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Where and with what a run is made."""
+    """The machine and versions of a run."""
     return machine.describe(device) | {"command": _command()}
 
 

@@ -1,4 +1,4 @@
-"""AdamW with a rate for each kind of parameter, and the schedule all rates follow."""
+"""AdamW with a learning rate for each kind of parameter, and their common schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .settings import Settings
 def make_optimizer(
     model: nn.Module, groups: dict[str, list[str]], settings: Settings
 ) -> torch.optim.Optimizer:
-    """A rate for bandwidths, one for token kernels, and one for the rest, whose matrices decay."""
+    """Learning rates for bandwidths, token kernels, and the rest; weight decay for matrices."""
     rates = {
         "bandwidth": settings.bandwidth_rate,
         "token_kernels": settings.token_rate,
@@ -33,7 +33,7 @@ def make_optimizer(
 
 
 def rate_after(step: int, seconds: float, settings: Settings) -> float:
-    """What the rates are multiplied by: a warm-up, then half a cosine down to the floor."""
+    """The factor on the rates: a warm-up, then half a cosine down to the floor."""
     done = 0.0 if settings.time is None else seconds / settings.time
     if settings.steps is not None:
         done = max(done, step / settings.steps)
@@ -44,7 +44,7 @@ def rate_after(step: int, seconds: float, settings: Settings) -> float:
     else:
         start = settings.warmup
         if done < start:
-            # The first step has taken no time yet; it is not to be one of rate zero.
+            # No time has passed at the first step, but its rate should not be zero.
             return max(done / start, 0.01)
     after = min(max((done - start) / max(1 - start, 1e-9), 0.0), 1.0)
     return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * after))

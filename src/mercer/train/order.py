@@ -1,9 +1,9 @@
 """The order of the data: which items a step sees, whatever the number of processes.
 
-Position p of the stream is item `shuffled(p // n)[p % n]`, where every pass over the n items has a
-permutation of its own. Step s sees the positions from s * batch on; they are cut into `accumulate`
-parts, and each part into one share a process. So the sum over shares and parts is the same for one
-process and for many, and a run goes on at any step without reading what came before.
+Position p of the stream is item `shuffled(p // n)[p % n]`, with a new permutation for every pass
+over the n items. Step s sees the positions from s * batch on, cut into `accumulate` parts, and each
+part into one share per process. So a step sees the same items with any number of processes, and a
+run can resume at any step without reading earlier data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 
 
 class Stream(Dataset[Any]):
-    """Items one pass after another, each pass shuffled by the seed and its number."""
+    """Items, pass after pass; each pass is shuffled by the seed and its number."""
 
     def __init__(self, items: Any, seed: int) -> None:
         if len(items) < 1:
@@ -31,7 +31,7 @@ class Stream(Dataset[Any]):
         number, place = divmod(position, len(self.items))
         if number != self._number:
             self._number, self._shuffled = number, self._shuffle(number)
-            # Some items look different in every pass, such as images that are cropped at random.
+            # Tell datasets whose items differ between passes, such as random crops.
             if hasattr(self.items, "set_epoch"):
                 self.items.set_epoch(number)
         return self.items[int(self._shuffled[place])]
@@ -49,7 +49,7 @@ class Order(Sampler[list[int]]):
     ) -> None:
         if batch % (accumulate * processes):
             raise ValueError(
-                f"batch must be a multiple of accumulate x processes, but came as {batch}, with "
+                f"batch must be a multiple of accumulate x processes, got {batch}, with "
                 f"accumulate {accumulate} and {processes} processes"
             )
         self.batch = batch

@@ -1,4 +1,4 @@
-"""What a run would be, without running it: parameters, operations, memory, tokens."""
+"""The size of a run before it starts: parameters, operations, memory, tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one process: weights, gradients, the optimiser's numbers and activations."""
+        """Of one process: weights, gradients, optimiser states and activations."""
         settings = self.settings
         assert settings.batch is not None
         rows = max(1, settings.batch // (settings.accumulate * self.processes))
@@ -36,7 +36,7 @@ class Plan:
 
     def __str__(self) -> str:
         settings = self.settings
-        attention = settings.kernel or settings.system or "with the attention it comes with"
+        attention = settings.kernel or settings.system or "with the preset's attention"
         rows = [("model", f"{settings.task}, preset {settings.preset}, {attention}")]
         rows.append(("data", f"{self.source}: {self.items:,} {self.noun} to train on"))
         total = self.counted.total
@@ -66,7 +66,7 @@ class Plan:
 
 
 def plan(settings: Settings, processes: int = 1) -> Plan:
-    """Read the data and count the model; no weight is made."""
+    """Read the data and count the model, without making weights."""
     settings = settings.resolve()
     task = TASKS[settings.task](settings)
     config = task.config()

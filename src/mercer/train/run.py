@@ -1,7 +1,7 @@
 """run(settings) -> Result: train a model as the settings say, and judge it.
 
-What this must meet: many runs in one process leave nothing behind, neither random numbers nor log
-levels nor signal handlers; and a run ends in one of three ways that its result names.
+Requirements: many runs in one process do not affect each other (random numbers, log levels, signal
+handlers); and a run ends in one of three ways, which its result names.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .state import gather_model, kept_random, seed_all
 from .tasks import TASKS, Task
 from .trainer import ENDLESS, KernelTrainer
 
-# Trainer, accelerate and torch's generators belong to the process: threads take turns.
+# Trainer, accelerate and torch's generators are global to the process: one run at a time.
 TURNS = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a run ended, and what came of it."""
+    """How a run ended, and its figures."""
 
     # "done", "stopped", or "not converged at step N".
     status: str
@@ -69,7 +69,7 @@ def run(
 
     Args:
         on_progress: called in the main process with each log and each evaluation.
-        say: called with a sentence where something is worth knowing, such as a damaged checkpoint.
+        say: called with a message, such as one on a damaged checkpoint.
     """
     settings = settings.resolve()
     with TURNS, quiet(), kept_random():
@@ -144,7 +144,7 @@ def _status(trainer: KernelTrainer) -> str:
 
 
 def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]:
-    """The last evaluation, and the trained model where there is a folder for it."""
+    """The last evaluation; saves the trained model if the run has a folder."""
     trainer.evaluate(final=True)
     if folder.path is not None:
         weights = gather_model(trainer.model)
@@ -157,7 +157,7 @@ def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]
 
 
 def _find(settings: Settings, folder: Folder, say: Callable[[str], None]) -> str | None:
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from, or None."""
     if folder.checkpoints is None:
         return None
     checkpoints = Checkpoints(folder.checkpoints, settings.keep)
@@ -171,15 +171,15 @@ def _find(settings: Settings, folder: Folder, say: Callable[[str], None]) -> str
 
 
 def make_arguments(settings: Settings) -> TrainingArguments:
-    """What Trainer needs to know. Logs, evaluations and checkpoints are decided by ours."""
+    """Trainer's arguments. `Conductor` decides on logs, evaluations and checkpoints."""
     assert settings.learning_rate is not None
     arguments = TrainingArguments(
-        # Trainer would make a folder that is not there, and writes nothing itself.
+        # An existing folder, since Trainer would create it; Trainer writes nothing.
         output_dir=settings.output or ".",
         max_steps=settings.steps or ENDLESS,
         gradient_accumulation_steps=settings.accumulate,
         learning_rate=settings.learning_rate,
-        # Infinity clips nothing, and the norm is known all the same.
+        # Infinity clips nothing, but the norm is still computed.
         max_grad_norm=math.inf if settings.clip is None else settings.clip,
         seed=settings.seed,
         use_cpu=settings.device == "cpu" or not torch.cuda.is_available(),
@@ -189,17 +189,17 @@ def make_arguments(settings: Settings) -> TrainingArguments:
         report_to="none",
         disable_tqdm=True,
         log_level="error",
-        # A loss that is not finite ends the run; Trainer would average it away.
+        # A loss that is not finite ends the run; Trainer would filter it out.
         logging_nan_inf_filter=False,
-        # The order starts at the right step by itself.
+        # `Order` starts at the right step by itself.
         ignore_data_skip=True,
         remove_unused_columns=False,
-        # Written into the model's config, and meant for those who use it afterwards.
+        # Trainer writes it into the model's config, where users of the model would find it.
         use_cache=True,
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
     )
-    # One process, one device; Trainer would split batches over all GPUs it can see.
+    # One device per process; Trainer would split batches over all visible GPUs.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     return arguments
@@ -207,7 +207,7 @@ def make_arguments(settings: Settings) -> TrainingArguments:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Set back what a run would leave set: the log level of transformers, a switch of torch."""
+    """Restore global state: the log level of transformers, and torch's oneDNN switch."""
     level = logging.get_verbosity()
     bar = logging.is_progress_bar_enabled()
     fast = torch._C._get_mkldnn_enabled()
@@ -215,8 +215,8 @@ def quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            # A CPU without bfloat16 says so at length, once, and then computes all matrix products
-            # another way, for good.
+            # A CPU without bfloat16 prints a long warning once, and then computes all later matrix
+            # products another way.
             warnings.filterwarnings("ignore", "mkldnn_matmul failed")
             yield
     finally:
@@ -228,9 +228,9 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM rather than dying: the step is finished and kept first.
+    """Record SIGINT and SIGTERM: the run finishes its step and saves a checkpoint first.
 
-    A second one is not held back. Only the main thread may do this; elsewhere nothing is caught.
+    A second signal ends the process. Works in the main thread only; elsewhere it does nothing.
     """
     caught = [0]
     if threading.current_thread() is not threading.main_thread():
@@ -253,16 +253,14 @@ def signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def reporting(settings: Settings, team: Team) -> Iterator[list[Any]]:
-    """TensorBoard, if it is wanted: Trainer's own callback, with a writer in the run's folder."""
+    """TensorBoard, if wanted: Trainer's callback, with a writer in the run's folder."""
     if not (settings.tensorboard and settings.output and team.main):
         yield []
         return
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError(
-            "tensorboard is asked for, but not installed: pip install 'mercer[train]'"
-        ) from None
+        raise ValueError("--tensorboard needs tensorboard: pip install 'mercer[train]'") from None
     from transformers.integrations.integration_utils import TensorBoardCallback
 
     writer = SummaryWriter(str(Path(settings.output) / "tensorboard"))

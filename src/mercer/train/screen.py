@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: one line on a terminal, a line now and then elsewhere."""
+"""The output of a run: one live line on a terminal; else a line from time to time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERVAL = 10.0
 
 @contextmanager
 def progress_line(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """A progress line on a terminal; elsewhere a line now and then, and one an evaluation."""
+    """A live line on a terminal; else a line from time to time and one per evaluation."""
     if not console.is_terminal:
         spoken = [0.0]
 

@@ -1,8 +1,8 @@
-"""What a run is: task, model, data, budget, optimiser, and where its files go.
+"""The settings of a run: task, model, data, budget, optimiser, and the folder of its files.
 
-What this must meet: everything that decides a result is here, so that a run can be continued by its
-folder alone; what is left open is filled from a recipe once, and written down filled; and a mistake
-is found before anything is loaded.
+Requirements: everything that decides a result is here, so a run can be resumed from its folder
+alone; open fields are filled from a recipe once and stored filled; mistakes are found before
+anything is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 MODES = ("blocks", "sliding", "memory")
 
-# May differ when a run goes on: they say how it is watched, kept and spread, not what it computes.
+# May differ on resume: they change logging, storage and sharding, not the result.
 FREE = (
     "output", "resume", "log_every", "eval_every", "eval_sparingly", "save_every", "keep",
     "tensorboard", "accumulate", "workers", "fsdp", "device", "cache",
@@ -31,11 +31,11 @@ WHOLE = (
     "beams", "eval_items",
 )  # fmt: skip
 
-# task, preset -> batch, length, learning rate; the rest of a preset is the model's own.
+# task, preset -> batch, length, learning rate; the rest of a preset is in the model's config.
 RECIPES: dict[tuple[str, str], dict[str, Any]] = {
     ("lm", "tiny"): {"batch": 16, "length": 128, "learning_rate": 3e-3, "tokenizer": "bpe:1024"},
     ("lm", "gpt2-small"): {"batch": 64, "length": 1024, "learning_rate": 6e-4},
-    # Four segments of 150, each with the states of those before it.
+    # Four segments of 150, each with the states of earlier ones.
     ("lm", "xl-base"): {"batch": 16, "length": 600, "learning_rate": 2.5e-4},
     ("lm", "nano"): {"batch": 32, "length": 2048, "learning_rate": 1e-3},
     ("translation", "tiny"): {"batch": 64, "length": 64, "learning_rate": 3e-3},
@@ -66,14 +66,14 @@ class Settings:
     tokenizer: str | None = None
     data_options: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
-    # The budget: whichever ends first. Time is seconds spent in steps.
+    # The budget, steps or time, whichever ends first. Time counts seconds in steps only.
     steps: int | None = None
     time: float | None = None
     # A step sees `batch` sequences of `length` tokens, over all processes, in `accumulate` parts.
     batch: int | None = None
     length: int | None = None
     accumulate: int = 1
-    # The optimiser. Bandwidths and token kernels have learning rates of their own.
+    # The optimiser. Bandwidths and token kernels have their own learning rates.
     learning_rate: float | None = None
     bandwidth_rate: float | None = None
     token_rate: float | None = None
@@ -92,11 +92,11 @@ class Settings:
     # How often, in steps; None: about a hundred logs and ten evaluations, a checkpoint with each.
     log_every: int | None = None
     eval_every: int | None = None
-    # Leave out evaluations that take over half as long as the steps; None: if eval_every is None.
+    # Skip evaluations that take over half as long as the steps; None: if eval_every is None.
     eval_sparingly: bool | None = None
     save_every: int | None = None
     keep: int = 2
-    # How a language model is judged, and on how many tokens, pairs or images at most.
+    # How a language model is evaluated, and on how many tokens, pairs or images at most.
     evaluate_by: str = "blocks"
     eval_items: int | None = None
     beams: int = 4
@@ -106,7 +106,7 @@ class Settings:
     tensorboard: bool = False
 
     def resolve(self) -> Settings:
-        """The same with nothing left open, or ValueError."""
+        """The same with all fields filled, or ValueError."""
         self._check_choice("task", TASKS)
         self._check_choice("dtype", DTYPES)
         self._check_choice("evaluate_by", MODES)
@@ -143,41 +143,40 @@ class Settings:
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, but came as {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
     def _check_numbers(self) -> None:
         for name in WHOLE:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number from 1 on, but came as {value!r}")
+                raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
         for name in ("time", "learning_rate", "clip"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be above 0, but came as {value!r}")
+                raise ValueError(f"{name} must be above 0, got {value!r}")
         for name in ("bandwidth_rate", "token_rate", "weight_decay", "warmup"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be at least 0, but came as {value!r}")
+                raise ValueError(f"{name} must be at least 0, got {value!r}")
         for name in ("floor", "smoothing", *(["warmup"] if self.steps is None else [])):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, but came as {value!r}")
+                raise ValueError(f"{name} must be from 0 to 1, got {value!r}")
         for name, least in (("seed", 0), ("workers", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number from 0 on, but came as {value!r}")
+                raise ValueError(f"{name} must be a whole number from 0 on, got {value!r}")
         assert self.batch is not None
         if self.batch % self.accumulate:
             raise ValueError(
-                f"batch must be a multiple of accumulate, but came as {self.batch} and "
-                f"{self.accumulate}"
+                f"batch must be a multiple of accumulate, got {self.batch} and {self.accumulate}"
             )
         if self.resume and self.output is None:
-            raise ValueError("resume needs the folder of the run: output is not given")
+            raise ValueError("resume needs output, the folder of the run")
 
     @property
     def name(self) -> str:
-        """What is trained, as part of a file's name."""
+        """The name of the attention, as part of a file name."""
         parts = re.findall(r"[A-Za-z0-9]+", self.kernel or self.system or self.preset)
         return "-".join([self.task, *parts])[:80]
 
@@ -186,7 +185,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """What `as_json` wrote."""
+        """Settings from JSON as `as_json` gives it."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             known = {f.name for f in fields(cls)}
@@ -196,7 +195,7 @@ class Settings:
             raise ValueError(f"{path} cannot be read as the settings of a run: {error}") from None
 
     def changes(self, other: Settings) -> dict[str, tuple[Any, Any]]:
-        """What decides a result and is not the same in the other: name -> (here, there)."""
+        """Fields that decide a result and differ: name -> (here, there)."""
         here, there = (json.loads(s.as_json()) for s in (self, other))
         return {
             name: (here[name], there[name])
@@ -217,6 +216,6 @@ def read_time(text: str) -> float:
     """Seconds of "90", "90s", "10m", "1h30m"."""
     found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     if found is None or not any(found.groups()):
-        raise ValueError(f"time must be such as 90s, 10m or 1h30m, but came as {text!r}")
+        raise ValueError(f"time must be such as 90s, 10m or 1h30m, got {text!r}")
     hours, minutes, seconds = (float(part or 0) for part in found.groups())
     return 3600 * hours + 60 * minutes + seconds

@@ -1,7 +1,7 @@
-"""What a checkpoint holds besides the model: the optimiser, random numbers, and where we were.
+"""The state in a checkpoint besides the model: optimiser, random numbers, step.
 
-The state is gathered from all processes under the names of the parameters, so that it is the same
-for one process, for DDP and for FSDP2, and each loads what another wrote.
+The state is gathered from all processes by parameter name. So it is the same for one process, DDP
+and FSDP2, and each can load the checkpoints of the others.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def gather_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's numbers as `parameter/number`, on the CPU; collective."""
+    """The optimiser's states as `parameter/state`, on the CPU; collective."""
     found = {}
     for name, parameter in model.named_parameters():
-        # A parameter that had no gradient yet has no numbers, which is a state too.
+        # A parameter without a gradient so far has no states; keep it so.
         for key, value in optimizer.state.get(parameter, {}).items():
             whole = value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
             found[f"{name}/{key}"] = whole.detach().cpu().contiguous()
@@ -40,7 +40,7 @@ def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter its numbers, or its share of them."""
+    """Load each parameter's states, or this process's shard of them."""
     from safetensors.torch import load_file
 
     parameters = dict(model.named_parameters())
@@ -48,7 +48,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         owner, key = name.rsplit("/", 1)
         parameter = parameters[owner]
         if value.shape != parameter.shape:
-            # Adam's count of steps: one number, which it keeps on the CPU unless it is fused.
+            # Adam's step count: a scalar, on the CPU unless Adam is fused.
             fused = optimizer.param_groups[0].get("fused")
             optimizer.state[parameter][key] = value.to(parameter.device) if fused else value
         elif isinstance(parameter, DTensor):
@@ -60,7 +60,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def gather_random() -> list[dict[str, Any]]:
-    """Where the random numbers of each process are; collective."""
+    """The generator states of each process; collective."""
     own = capture_random()
     if not dist.is_initialized():
         return [own]
@@ -70,7 +70,7 @@ def gather_random() -> list[dict[str, Any]]:
 
 
 def capture_random() -> dict[str, Any]:
-    """The states of all generators, as what JSON can hold."""
+    """The states of all generators, as JSON."""
     import numpy
 
     state: Any = numpy.random.get_state()
@@ -99,7 +99,7 @@ def restore_random(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def kept_random() -> Iterator[None]:
-    """Whatever is drawn inside, the random numbers after it are those there would have been."""
+    """Restore all generators afterwards, whatever is drawn inside."""
     before = capture_random()
     try:
         yield
@@ -108,7 +108,7 @@ def kept_random() -> Iterator[None]:
 
 
 def seed_all(seed: int, *places: int) -> None:
-    """Start all generators from a seed and where we are: process, step."""
+    """Seed all generators from a seed, the process and the step."""
     import numpy
 
     state = numpy.random.SeedSequence([seed, *places]).generate_state(1, numpy.uint32)

@@ -1,6 +1,6 @@
-"""The three tasks: what is trained on what, with which loss, judged by what.
+"""The three tasks: language modelling, translation, vision.
 
-A task holds the data and knows its model; the trainer knows neither.
+A task has the data, the model, the loss and the evaluation. The trainer is the same for all.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ IGNORE = -100
 
 
 class Task(ABC):
-    """Data, model, loss and judgement of a run."""
+    """Data, model, loss and evaluation of a run."""
 
-    # What is counted per second, what an item is called, and whether batches differ in shape.
+    # The unit of speed, the name of an item, and whether batches differ in shape.
     unit = "tokens"
     noun = "blocks"
     ragged = False
@@ -50,17 +50,17 @@ class Task(ABC):
 
     @abstractmethod
     def build(self) -> Any:
-        """The model, with the weights that the seed gives."""
+        """The model, initialised by the seed."""
 
     @abstractmethod
     def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
-        """What the task is judged by."""
+        """The metrics of the task."""
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         return {n: torch.stack([torch.as_tensor(i[n]) for i in items]) for n in items[0]}
 
     def count_targets(self, inputs: dict[str, Any]) -> Tensor:
-        """How many predictions the mean loss of a batch is a mean of."""
+        """The number of targets that the mean loss of a batch is over."""
         return inputs["labels"].ne(IGNORE).sum()
 
     def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
@@ -80,7 +80,7 @@ class Task(ABC):
         )
 
     def groups(self, model: Any) -> dict[str, list[str]]:
-        """Names of parameters by the learning rate they take."""
+        """Names of parameters by learning rate."""
         return models.groups(model)
 
     def precision(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -89,20 +89,20 @@ class Task(ABC):
         return torch.autocast(device.type, torch.bfloat16)
 
     def parts(self) -> dict[str, Any]:
-        """The attention as the models' configs spell it."""
+        """The config fields of the attention."""
         settings = self.settings
         names = ("system", "system_options", "kernel", "position", "value", "filter")
         given = {name: getattr(settings, name) for name in names}
         return {name: part for name, part in given.items() if part} | dict(settings.overrides)
 
     def vocabulary(self) -> dict[str, Any]:
-        """What a model of text knows of its tokenizer."""
+        """The config fields that depend on the tokenizer."""
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         found = {name: getattr(self.tokenizer, name) for name in names}
         return {"vocab_size": len(self.tokenizer), **found}
 
     def save_model(self, model: Any, weights: dict[str, Tensor], path: Path) -> None:
-        """Files for `from_pretrained`; `weights` are whole, wherever the model's own are."""
+        """Write files for `from_pretrained`; `weights` are gathered, also of a sharded model."""
         model.save_pretrained(path, state_dict=weights)
 
     def _limit(self, items: int) -> int:
@@ -146,7 +146,7 @@ class LanguageModel(Task):
         return loss
 
     def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
-        """Nats a token, perplexity, and bits a byte of the text those tokens stand for."""
+        """Nats per token, perplexity, and bits per byte of the text."""
         settings, file = self.settings, self.text.valid
         assert settings.batch is not None
         batch = max(1, settings.batch // (settings.accumulate * team.size))
@@ -157,7 +157,7 @@ class LanguageModel(Task):
                 precision=self.precision,
             )  # fmt: skip
         else:
-            # Windows that share one token: each is predicted once, with what its window has.
+            # Windows that share one token: each token is predicted once, within its window.
             stride = self.length - 1 if settings.evaluate_by == "blocks" else self.length // 2
             windows = self.text.windows("valid", self.length, stride)
             number = min(len(windows), 1 + max(0, tokens - self.length) // stride)
@@ -183,7 +183,7 @@ class LanguageModel(Task):
 
 
 class Translation(Task):
-    """Write a sentence in another language."""
+    """Translate sentences."""
 
     noun = "pairs"
     ragged = True
@@ -205,7 +205,7 @@ class Translation(Task):
         return dict(self.pairs.collate(items))
 
     def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
-        """Those of both sides, without padding."""
+        """Tokens of both sides, without padding."""
         return inputs["attention_mask"].sum() + self.count_targets(inputs)
 
     def config(self) -> Any:
@@ -215,7 +215,7 @@ class Translation(Task):
         return models.KernelTranslator(self.config())
 
     def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
-        """Nats a token and perplexity; BLEU too, when the training is over."""
+        """Nats per token and perplexity; after training, BLEU, too."""
         settings = self.settings
         assert settings.batch is not None
         batch = max(1, settings.batch // (settings.accumulate * team.size))
@@ -247,7 +247,7 @@ class Translation(Task):
 
 
 class Vision(Task):
-    """Say what an image shows."""
+    """Classify images."""
 
     unit = "patches"
     noun = "images"
@@ -281,7 +281,7 @@ class Vision(Task):
         return inputs["pixel_values"].shape[0] * self.patches
 
     def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
-        """The mean loss, and the share of images whose first guess is right."""
+        """The mean loss and the top-1 accuracy."""
         settings, valid = self.settings, self.images.valid
         assert settings.batch is not None
 

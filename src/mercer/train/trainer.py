@@ -1,8 +1,8 @@
 """transformers' Trainer with our order of data, learning rates, budget and checkpoints.
 
-What is Trainer's: the loop, accumulation, clipping, DDP through accelerate, callbacks. What is
-ours: which items a step sees, the loss as a mean over all targets of a step on all processes, the
-schedule, when a run ends, and checkpoints that hold everything the next step depends on.
+Trainer does the loop, accumulation, clipping, DDP through accelerate, and callbacks. We do: the
+items of a step, the loss as a mean over all targets of a step on all processes, the schedule, the
+end of a run, and checkpoints that hold everything the next step depends on.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from .state import (
 )
 from .tasks import Task
 
-# Trainer counts in steps; a run that ends by time alone has more of them than anyone will see.
+# Trainer needs a number of steps; a run that ends by time alone never reaches this one.
 ENDLESS = 1_000_000_000
 
 
 class KernelTrainer(Trainer):
     """Train the model of a task as the settings say."""
 
-    # Trainer has them optional; here they are there whenever they are looked at.
+    # Optional in Trainer; always set here.
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -82,7 +82,7 @@ class KernelTrainer(Trainer):
         # Seconds spent in evaluations.
         self.judging = 0.0
         self._tokens = self._tokens_seen = team.sum([0])[0]
-        # Tokens and seconds after the first step: it compiles, plans and allocates.
+        # Tokens and seconds after the first step, which compiles and allocates.
         self._mark: tuple[float, float] | None = None
         self._began = 0.0
         self._progress = Progress(step=0, steps=settings.steps)
@@ -101,7 +101,7 @@ class KernelTrainer(Trainer):
             callbacks=[Conductor(self), *callbacks],
         )
         self.remove_callback(PrinterCallback)
-        # Our loss is a share of the whole step's already: Trainer is not to divide it again.
+        # Our loss is already a share of the step's loss: Trainer must not divide it again.
         self.model_accepts_loss_kwargs = True
         self.checkpoints = (
             None if folder.checkpoints is None else Checkpoints(folder.checkpoints, settings.keep)
@@ -109,12 +109,12 @@ class KernelTrainer(Trainer):
         if settings.fsdp:
             spread(model, team)
         if settings.compile:
-            # Segments differ in how much came before them.
+            # Segments see different numbers of earlier states, so shapes differ.
             grows = task.ragged or getattr(model.config, "segment_length", None) is not None
             model.compile_parts(dynamic=None if grows else False)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        # A generator of its own: the loader draws a seed, and must not draw it from the model's.
+        # A separate generator: the loader draws a seed, which must not change the model's.
         return DataLoader(
             self.train_dataset,  # type: ignore[arg-type]
             batch_sampler=self.order,
@@ -152,7 +152,7 @@ class KernelTrainer(Trainer):
         return self.task.precision(self.team.device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        # Batches are in pinned memory where there is a GPU, so that the copy waits for nothing.
+        # Batches are in pinned memory where there is a GPU, so that the copy is asynchronous.
         return {
             name: x.to(self.team.device, non_blocking=True) if isinstance(x, Tensor) else x
             for name, x in inputs.items()
@@ -195,23 +195,23 @@ class KernelTrainer(Trainer):
         return self.lr_scheduler
 
     def begin(self, state: TrainerState) -> None:
-        """Random numbers of this process, the place in the data, and the clock."""
-        # A run that goes on gets its own numbers back after this.
+        """Seed this process, set the start of the data, and start the clock."""
+        # A resumed run loads its generator states after this.
         seed_all(self.settings.seed, self.team.rank, state.global_step)
         self.order.start = state.global_step
         self.clock.start()
 
     def note_step(self, step: int) -> None:
-        """Post what this process knows of a step, for all to agree on."""
+        """Share this process's outcome of a step with all processes."""
         assert self._step_loss is not None
         self._tokens_seen = self._tokens_seen + self._tokens
         self.watch.post(step, self._step_loss, self._norm, self.signal(), self.clock.seconds)
         if self._mark is None:
-            # Waits for the device, so that the steps after this one are timed from here.
+            # Synchronises, so that later steps are timed from here.
             self._mark = self._tokens_seen.item(), self.clock.seconds
 
     def learn(self, *, everything: bool) -> None:
-        """Read what all processes agree on; everything up to this step, or what has come."""
+        """Read the shared outcomes: all up to this step, or those that have arrived."""
         for step, bad, signal, seconds in self.watch.read(everything=everything):
             self.agreed_seconds = seconds
             self.stopped_by = self.stopped_by or signal
@@ -226,9 +226,9 @@ class KernelTrainer(Trainer):
         return tokens / seconds if tokens > 0 and seconds > 0 else None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write a line of the journal, and tell who listens."""
+        """Write a line of the journal and call `on_progress`."""
         if "loss" not in logs:
-            # Trainer's own summary at the end.
+            # Trainer's summary at the end.
             return
         step, speed = self.state.global_step, self.tokens_per_second
         numbers = {
@@ -270,7 +270,7 @@ class KernelTrainer(Trainer):
         *,
         final: bool = False,
     ) -> dict[str, float]:
-        """What the task is judged by; the state of the training is left as it was."""
+        """The metrics of the task; leaves the state of training unchanged."""
         began = time.perf_counter()
         with self.clock.paused(), kept_random():
             self.metrics = self.task.evaluate(self.model, self.team, final=final)
@@ -309,12 +309,12 @@ class KernelTrainer(Trainer):
                 (path / "random.json").write_text(json.dumps(chance), encoding="utf-8")
                 self.state.save_to_json(str(path / "trainer_state.json"))
 
-            # Where there is no room, all processes learn of it, and end.
+            # If the disk is full, all processes get the error and end.
             checkpoints, step = self.checkpoints, self.state.global_step
             self.team.tell(lambda: str(checkpoints.save(step, fill)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: the weights were read before the model was spread."""
+        """Do nothing: the weights were loaded before the model was sharded."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -332,18 +332,18 @@ class KernelTrainer(Trainer):
         if checkpoint is None:
             return
         found = read_json(Path(checkpoint) / "random.json")
-        # With another number of processes there is no state to go on with: new numbers, from the
-        # seed, the process and the step.
+        # With another number of processes there are no generator states to load: seed again from
+        # the seed, the process and the step.
         if len(found) == self.team.size:
             restore_random(found[self.team.rank])
 
     def release(self) -> None:
-        """Let go of the model, the optimiser and compiled code."""
+        """Release the model, the optimiser and compiled code."""
         if self.settings.compile:
             # Past a few models of one class dynamo would run them uncompiled.
             torch._dynamo.reset()
         if self.team.device.type == "cpu":
-            # The next run collects what is left; a collection takes longer than a small run.
+            # No gc.collect(): it takes longer than a small run. The next run collects the rest.
             self.accelerator._models.clear()
             self.accelerator._optimizers.clear()
         else:

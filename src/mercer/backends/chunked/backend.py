@@ -1,7 +1,7 @@
 """Blockwise smoothing in plain PyTorch: any term, any filter, memory linear in T.
 
 The forward keeps (out, log_mass). The backward recomputes the weights block by block. Blocks that
-see nothing are skipped. Each gradient is a plain sum, so the same input gives the same bits. All is
+see nothing are skipped. Each gradient is a plain sum, so the same input gives the same bits. It is
 one opaque operator, so torch.compile does not unroll the loops.
 """
 
@@ -65,7 +65,7 @@ def _run(task: Task) -> Smoothed:
     tensors: list[Tensor] = []
     rule = task.filter.encode(tensors)
     rows = [
-        # An absent row is an empty tensor: operators take no list with holes.
+        # A missing row is an empty tensor: operators take no list with None.
         part.q.new_empty(0) if part.row is None else repeat(part.row, batch, heads)
         for part in lifted
     ]
@@ -178,7 +178,7 @@ def smooth_blocks_backward(
         upstream = grad_out
         # dL / dlog|w_ij| = P_ij (dP_ij - delta_i), where delta = <dO, O> - dlog_mass
         delta = (upstream * out).sum(-1) - grad_mass
-        # Rows that see nothing have no weights; rows that are not finite pass nothing on.
+        # Rows that see nothing have no weights; rows that are not finite have no gradient.
         base = torch.where(log_mass.isneginf(), 0.0, log_mass)
         if blocks.spoiled is not None:
             upstream = upstream.masked_fill(blocks.spoiled[..., None], 0.0)
@@ -211,7 +211,7 @@ def smooth_blocks_backward(
                     if link is not None:
                         rest = blocks.total(logs[:n] + logs[n + 1 :], rows, cols, hidden)
                         rest = rest - base[:, :, rows, None]
-                        # The pull has the sign of its own factor in it.
+                        # `pull` already has the sign of its factor.
                         others = signs[: n + 1] + signs[n + 2 :]
                         ds = _times(link.pull(scores[n], size, rest), others) * inner
                     grads_q[n][:, :, rows] += ds @ blocks.k[n][:, :, cols]

@@ -1,4 +1,4 @@
-"""The visible blocks of a call, and what a block computes: scores, weights, biases, dropout."""
+"""The visible blocks of a call, and their scores, weights, biases and dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def block_side(batch_heads: int) -> int:
 
 
 def keys_of_block(side: int, num_queries: int) -> int:
-    """The keys of a block: more where queries are few, up to a limit, so blocks can be skipped."""
+    """The keys of a block: more for few queries, up to a limit, so that blocks can be skipped."""
     few = 2 ** max(num_queries - 1, 0).bit_length()
     return max(side, min(MOST_KEYS, side * side // few))
 
@@ -40,7 +40,7 @@ def by_distance(table: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 class Blocks:
-    """The visible blocks of one call, and what every one of them computes from the inputs."""
+    """The visible blocks of one call, and their computations."""
 
     def __init__(
         self, q: Sequence[Tensor], k: Sequence[Tensor], row: Sequence[Tensor], v: Tensor,
@@ -162,7 +162,7 @@ class Blocks:
             target[..., -1] += sheared[..., max(clip + 1, low) - low :].sum(-1)
 
     def kept(self, rows: slice, cols: slice, shape: torch.Size) -> Tensor | None:
-        """What dropout leaves, already divided by 1 - p; the same in forward and backward."""
+        """The dropout mask divided by 1 - p; the same in forward and backward."""
         if self.dropout_p == 0.0:
             return None
         generator = torch.Generator(self.v.device)

@@ -1,8 +1,8 @@
-"""torch's FlexAttention: a term of one dot product, with any filter, a user's too.
+"""torch's FlexAttention: a term of one dot product, with any filter, user-defined ones included.
 
 It runs compiled or raises, since uncompiled it forms all pairs. Numbers per key, scales, rows and
 tables are captured in float32. No captured tensor may need a gradient: torch sums such gradients by
-atomics, which is slow and gives other bits in every run.
+atomics, which is slow and not deterministic.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def refuses(task: Task) -> str | None:
 
 
 def memory(task: Task) -> int:
-    """Bytes beyond the inputs and the output: features, what is captured, and the blocks' list."""
+    """Bytes beyond the inputs and the output: features, captured tensors, and the block mask."""
     width = max(MIN_WIDTH, sum(f.width for f in task.term.factors))
     tokens = task.num_queries + task.num_keys
     bias = task.term.relative
@@ -110,9 +110,9 @@ def _refuses_term(task: Task) -> str | None:
         return "its weights may be negative"
     unknown = [link for link in term.links if type(link) not in LINKS]
     if unknown:
-        return f"it does not know the link {unknown[0].formula}"
+        return f"it does not support the link {unknown[0].formula}"
     if len(linked) > 1 or (linked and any(f.width for f in plain)):
-        return "it forms one dot product, and the term needs two"
+        return "it computes one dot product, and the term needs two"
     if sum(f.keyed and f.per_query for f in plain) > (0 if linked else 1):
         return "a bandwidth of each query cannot join other factors"
     width = sum(f.width for f in linked or plain)
@@ -127,22 +127,22 @@ def _refuses_place(task: Task) -> str | None:
     if (why := compiled.unavailable(device)) is not None:
         return why
     if torch.compiler.is_compiling():
-        return "inside torch.compile the limit on compilations is not its own"
+        return "inside torch.compile it cannot control the limit on recompilations"
     if task.v.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it computes in float32, and came with {task.v.dtype}"
+        return f"it computes in float32, got {task.v.dtype}"
     if 0 in (task.batch, task.num_queries, task.num_keys):
-        return "there is nothing to smooth: an empty batch or sequence"
+        return "the batch or the sequence is empty"
     if task.dropout_p:
         return "it has no dropout"
     if task.log_mass and device == "cpu":
-        return "it gives no log_mass on cpu"
+        return "it returns no log_mass on cpu"
     return None
 
 
 def _refuses_gradient(task: Task) -> str | None:
     if _learns_captured(task.term):
         return (
-            "torch gathers the gradient of a number per key, per query or per distance by atomics, "
+            "torch sums the gradient of a number per key, per query or per distance by atomics, "
             "too slowly to use"
         )
     if not task.learns:
@@ -170,7 +170,7 @@ def _spoiled(task: Task) -> Tensor | None:
     bad_queries, bad_keys = task.bad_queries, task.bad_keys
     if bad_queries is None or bad_keys is None:
         return None
-    # One look at the data is cheaper than a second pass over all pairs.
+    # Reading one flag is cheaper than a second pass over all pairs.
     if not bool(bad_queries.any() | bad_keys.any()):
         return None
     start = task.num_keys - task.num_queries

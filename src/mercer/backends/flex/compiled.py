@@ -1,7 +1,7 @@
 """FlexAttention, compiled: one code object for each structure, and the block masks.
 
-Dynamo counts compilations by code object and gives up at a limit. So every structure (link, what is
-captured, kind of filter, dtype, widths) has a code object of its own; at the limit we raise.
+Dynamo counts compilations by code object and gives up at a limit. So every structure (link,
+captured tensors, kind of filter, dtype, widths) has its own code object; at the limit we raise.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def refuses(task: Task) -> str | None:
 
 @dataclass
 class Compiled:
-    """One structure: its function, what it was compiled for, and whether there can be more."""
+    """One structure: its function, and the shapes it was compiled for."""
 
     function: Callable[..., tuple[Tensor, Tensor | None]]
     shapes: set[tuple[int, ...]] = field(default_factory=set)
@@ -74,7 +74,7 @@ def compiled_for(task: Task) -> Compiled:
     """The function of the structure of this task."""
     key = _structure(task)
     if key not in structures:
-        # Dynamo remembers which lengths change by the name of the code object.
+        # Dynamo tracks dynamic lengths by the name of the code object.
         code = _attend.__code__.replace(co_name=f"attend_{len(structures)}")
         own = FunctionType(code, _attend.__globals__)
         # On CPU, code of torch 2.13 for dynamic lengths does not compile, so lengths are static.
@@ -85,7 +85,7 @@ def compiled_for(task: Task) -> Compiled:
 
 
 def _structure(task: Task) -> tuple[object, ...]:
-    """What needs a compiled function of its own; lengths do not."""
+    """The key of a structure; lengths are not part of it."""
     term = task.term
     bias = term.relative
     rule = re.sub(r"\d+", "#", task.filter.simplify(task.num_queries, task.num_keys).encode([]))
@@ -98,7 +98,7 @@ def _structure(task: Task) -> tuple[object, ...]:
 
 
 def shape_of(task: Task) -> tuple[int, ...]:
-    """What one structure may be compiled anew for."""
+    """The properties for which a structure is compiled again."""
     bias = task.term.relative
     distances = 0 if bias is None else 2 * bias.clip + 1
     return task.batch, task.num_queries, task.num_keys, distances, int(torch.is_grad_enabled())
@@ -114,7 +114,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, given: Lowered, mask: BlockMask | None, more: dict[str, Any],
     options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """What is compiled. Run as it stands it would form all pairs, so it raises."""
+    """The function that is compiled. Eager, it would form all pairs, so it raises."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if not torch.compiler.is_compiling():
@@ -158,7 +158,7 @@ def _attend(
 
 
 def asking_for_mass() -> dict[str, Any]:
-    """The argument that asks for log_mass: its name depends on torch's version."""
+    """The argument for log_mass; its name depends on torch's version."""
     from torch.nn.attention import flex_attention as flex
 
     if "return_aux" in inspect.signature(flex.flex_attention).parameters:
@@ -170,7 +170,7 @@ masks: OrderedDict[tuple[object, ...], BlockMask] = OrderedDict()
 
 
 def mask_of(task: Task) -> BlockMask | None:
-    """The filter's block mask; those that read no data are kept."""
+    """The filter's block mask; masks of filters without data are cached."""
     rule = task.filter.simplify(task.num_queries, task.num_keys)
     if isinstance(rule, Full):
         return None

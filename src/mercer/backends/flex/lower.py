@@ -1,4 +1,4 @@
-"""A term as what FlexAttention computes: one dot product and the numbers around it."""
+"""A term lowered for FlexAttention: one dot product and the numbers around it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...term.layout import join, repeat
 from ...term.links import Link
 from .. import Task
 
-# What its kernels take; narrower features and values are filled up with zeros.
+# Widths that its kernels take; narrower features and values are padded with zeros.
 MIN_WIDTH = 16
 
 
@@ -43,7 +43,7 @@ def lower(task: Task) -> Lowered:
         row = None if f.row is None else repeat(f.row.float(), *shape)
         col = None if f.col is None else repeat(f.col.float(), *shape)
     else:
-        # One rounding: the scale meets the features in float32.
+        # Round once: multiply by the scale in float32.
         parts = [f for f in plain if f.width]
         q = join([(f.q.float() * f.scale).to(dtype) for f in parts] or [_none(task)])
         k = join([f.k.to(dtype) for f in parts] or [_none(task, keys=True)])
@@ -58,7 +58,7 @@ def lower(task: Task) -> Lowered:
         bias = number if bias is None else bias + number
     if task.term.table is not None:
         table = repeat(task.term.table.float(), *shape)
-        # On the device, so that another length is no reason to compile again.
+        # A tensor, so that another length does not recompile.
         place = q.new_full((), task.num_keys - task.num_queries, dtype=torch.int32)
     link = linked[0].link if linked else None
     return Lowered(q, k, scale, row, col, bias, table, link, place)

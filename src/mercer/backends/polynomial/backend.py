@@ -6,7 +6,7 @@ The sums are one opaque operator; chunked_sums.py has their loops. The ratio and
 PyTorch, and so are their gradients. A padded key becomes zero and has no weight.
 
 Sums are in float32 or better. No row depends on keys that it does not see, not even by a common
-scale: only queries are normalised, each by a number of its own.
+scale: only queries are normalised, each by its own number.
 
 A state sums products of squares, so its rounding is relative to |q|^2 |k|^2, not to <q, k>^2. A
 query that is almost orthogonal to many keys loses precision.
@@ -47,11 +47,11 @@ def refuses(task: Task) -> str | None:
         formula = "exp(s)" if factor.link is None else factor.link.formula
         return f"the link {formula} is not s^2: no small finite features"
     if factor.keyed or factor.has_row:
-        return "a number per key or per query is added inside the square"
+        return "it does not support a number per key or query inside the square"
     if factor.width == 0:
         return "there are no features"
     if task.dropout_p:
-        return "it does not form the single weights that dropout drops"
+        return "it does not form the weights that dropout acts on"
     if _parts(task) is None:
         return f"one state cannot serve {task.filter!r}: only Full, Causal and Padding"
     return None
@@ -126,7 +126,7 @@ def _run(task: Task) -> Smoothed:
 
 
 def _run_fused(task: Task) -> Smoothed:
-    """The same by the fused kernels; a scale of a query changes its mass alone."""
+    """The same by the fused kernels. The scale of a query changes only its mass."""
     (factor,) = task.term.factors
     causal, lengths = _rule(task)
     dtype, blind = task.v.dtype, _blind(task, causal)
@@ -170,7 +170,7 @@ def _blind(task: Task, causal: bool) -> int:
 
 
 def _rule(task: Task) -> tuple[bool, Tensor | None]:
-    """Whether j <= i is asked for, and how many keys are there, [B]."""
+    """Whether the filter is causal, and the number of valid keys, [B]."""
     parts = _parts(task)
     assert parts is not None
     lengths: Tensor | None = None
@@ -190,7 +190,7 @@ def _size(q: Tensor) -> Tensor:
 def _ratio(sums: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """(out, log_mass) from the sums of w v and of w, for queries divided by `size`."""
     mass = sums[..., -1:]
-    # A sum of squares below zero is all rounding.
+    # A sum of squares below zero is rounding error.
     empty = mass <= 0
     safe = torch.where(empty, 1.0, mass)
     out = torch.where(empty, 0.0, sums[..., :-1] / safe)
@@ -252,10 +252,10 @@ learns(sum_squares, _backward, _save)
 
 
 class PolynomialState:
-    """S = sum_j phi(k_j) [v_j, 1]: all that <q, k>^2 needs of the past, always of one size.
+    """S = sum_j phi(k_j) [v_j, 1]: the state of decoding with <q, k>^2, of constant size.
 
-    After `update` with the keys and values up to a place, `read` gives for the query at that place
-    what the causal pass gives it:
+    After `update` with the keys and values up to a place, `read` with its query equals the row of
+    the causal pass:
 
         state = PolynomialState()
         for t in range(T):
@@ -263,7 +263,7 @@ class PolynomialState:
             out, log_mass, _ = state.read(q[:, :, t : t + 1])
 
     A head holds F (V + 1) numbers in float32 (float64 for float64); F is a little more than
-    D (D + 1) / 2. While there are few keys, a query almost orthogonal to all of them is blurred.
+    D (D + 1) / 2. With few keys, a query almost orthogonal to all of them loses precision.
     """
 
     def __init__(self) -> None:
@@ -271,14 +271,14 @@ class PolynomialState:
         self.length = 0
 
     def update(self, k: Tensor, v: Tensor) -> None:
-        """More keys [B, H, T, D] and values [B, H, T, V], after those that are there."""
+        """Add keys [B, H, T, D] and values [B, H, T, V]."""
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
             raise ValueError(
-                f"k and v must be [B, H, T, D] and [B, H, T, V], but came as {list(k.shape)} and "
+                f"k and v must be [B, H, T, D] and [B, H, T, V], got {list(k.shape)} and "
                 f"{list(v.shape)}"
             )
         wide = accumulator(v.dtype)
-        # What is not finite spoils the mass, and so all of the rows that see it.
+        # A key that is not finite makes the mass NaN, and so all rows that see it.
         ones = torch.where(v.isfinite().all(-1, keepdim=True), 1.0, math.nan)
         more = absorb(k.to(wide), torch.cat([v, ones.to(v.dtype)], -1).to(wide))
         if self.sums is not None and self.sums.shape != more.shape:
@@ -290,14 +290,13 @@ class PolynomialState:
         self.length += k.shape[2]
 
     def read(self, q: Tensor) -> Smoothed:
-        """What queries [B, H, T, D] get who see all keys so far; H may be a multiple of theirs."""
+        """The result of queries [B, H, T, D] that see all keys so far; H is a multiple of key heads."""
         if self.sums is None:
             raise ValueError("the state is empty: update it with keys and values first")
         heads = self.sums.shape[1]
         if q.dim() != 4 or q.shape[1] % heads:
             raise ValueError(
-                f"q must be [B, H, T, D] with a multiple of {heads} heads, but came as "
-                f"{list(q.shape)}"
+                f"q must be [B, H, T, D] with a multiple of {heads} heads, got {list(q.shape)}"
             )
         x = q.to(self.sums.dtype)
         size = _size(x)

@@ -3,9 +3,9 @@
     <q, k>^2 = <phi(q), phi(k)>
     sum_{j <= i} <q_i, k_j>^2 v_j = phi(q_i) S_i, where S_i = sum_{j <= i} phi(k_j) v_j
 
-phi(x) holds the products x_a x_b, each pair once but for blocks on the diagonal, which are whole:
-a fifth more to multiply, and far fewer pieces. The sequence is cut into chunks. The weights inside
-a chunk are formed and masked; all earlier chunks come from the state S.
+phi(x) holds the products x_a x_b, each pair once, except that blocks on the diagonal are full. That
+is a fifth more to multiply, but far fewer pieces. The sequence is cut into chunks. The weights
+inside a chunk are formed and masked; all earlier chunks come from the state S.
 
 Memory is linear in T, forward and backward: the features and states held at a time are limited. The
 past does not depend on the future. Each gradient is a plain sum, so the same input gives the same
@@ -24,18 +24,18 @@ from torch import Tensor
 
 # Features that a block of phi multiplies with all features from its first on.
 BLOCK = 16
-# Numbers that are there at once: on CPU few enough to stay in the cache, elsewhere 512 MiB.
+# Numbers held at a time: on CPU few enough to stay in cache, elsewhere 512 MiB.
 ELEMENTS_ON_CPU = 2**22
 ELEMENTS = 2**27
 
 
 def chunk_size(dim: int) -> int:
-    """Places of a chunk: a state costs more the more features there are, and pays later."""
+    """Places of a chunk: the more features, the larger a state, so the longer a chunk."""
     return max(128, min(1024, 8 * 2 ** (dim - 1).bit_length()))
 
 
 def workspace(dim: int, values: int, group: int, device: torch.device) -> tuple[int, int]:
-    """How many numbers may be there at once, and how many one chunk of one key head needs."""
+    """How many numbers may be held at a time, and how many one chunk of one key head needs."""
     size, width = chunk_size(dim), sum(h * (dim - a) for a, h, _ in _blocks(dim))
     chunk = size * (1 + group) * (width + size) + 3 * width * values
     return max(chunk, ELEMENTS_ON_CPU if device.type == "cpu" else ELEMENTS), chunk
@@ -66,7 +66,7 @@ def _pull(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def _blocks(dim: int) -> Iterator[tuple[int, int, slice]]:
-    """Of every block of phi: its first feature, how many, and where their products stand."""
+    """For every block of phi: its first feature, its size, and the slice of its products."""
     end = 0
     for first in range(0, dim, BLOCK):
         height = min(BLOCK, dim - first)
@@ -98,7 +98,7 @@ def _plus(state: Tensor | None, more: Tensor) -> Tensor:
 def _advance(
     state: Tensor | None, x: Tensor, v: Tensor, *, back: bool = False, last: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The state that each chunk finds, [N, m, F, W], and the one that all leave, [N, F, W]."""
+    """The state before each chunk, [N, m, F, W], and after all, [N, F, W]."""
     count = x.shape[1]
     if count == 1:
         found = None if state is None else state[:, None]
@@ -130,7 +130,7 @@ class Walk:
         self.start, self.size = keys - queries, chunk_size(dim)
         most, chunk = workspace(dim, v.shape[-1], self.group, q.device)
         many = self.size * max(1, most // (chunk * max(count, 1)))
-        # With few queries or keys, to form all weights is less work than a state.
+        # With few queries or keys, forming all weights is less work than a state.
         self.direct = min(queries, keys) <= self.size
         self.side = max(self.size, most // (4 * max(count * self.group * min(queries, keys), 1)))
         # The keys that all queries see, and the queries, whole chunks first.
@@ -139,7 +139,7 @@ class Walk:
         self.rows = slices(0, whole, many) + slices(whole, queries, many)
 
     def tiles(self) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """All pairs: queries, keys, and what is hidden."""
+        """All pairs without a state: slices of queries and keys, and the mask of hidden pairs."""
         for rows in slices(0, self.q.shape[2], self.side):
             for cols in slices(0, self.k.shape[2], self.side):
                 visible = not self.causal or cols.stop <= rows.start + self.start + 1
@@ -219,7 +219,7 @@ class Walk:
         self.backward_keys(grad, dk, dv)
 
     def backward_keys(self, grad: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """What keys and values get from later chunks: the same walk from the end."""
+        """The gradients of keys and values from later chunks: the same walk from the end."""
         q, k, v = self.q, self.k, self.v
         state: Tensor | None = None
         for rows in reversed(self.rows):

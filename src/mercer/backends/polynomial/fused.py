@@ -5,7 +5,7 @@
 The sequence is cut into chunks. The weights inside a chunk are formed. All chunks before it come
 from a state; for gradients of keys, all chunks after it.
 
-Memory is linear in T: at most WORKSPACE bytes of states are there at once, or one head's. The
+Memory is linear in T: at most WORKSPACE bytes of states are held at a time, or one head's. The
 backward builds the states again. Each way is one opaque operator. The kernels are in kernels/.
 """
 
@@ -22,7 +22,7 @@ from .plan import Plan, plan_of, round_up
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, head and place; a batch of 1 is read again for each."""
+    """The strides of batch, head and place; a batch of 1 has stride 0."""
     return 0 if x.shape[0] == 1 else x.stride(0), x.stride(1), x.stride(2)
 
 
@@ -136,7 +136,7 @@ class _States:
 
 
 def _few(plan: Plan, device: torch.device) -> Iterator[_States]:
-    """All heads, as many at a time as their states have room."""
+    """All heads, as many at a time as WORKSPACE has room for."""
     many, count = plan.batch * plan.joint, plan.at_once()
     states: _States | None = None
     for first in range(0, many, count):
@@ -159,7 +159,7 @@ def _geometry(plan: Plan) -> tuple[int, ...]:
 def smooth_squares(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, log_mass, and the mass that the backward wants; if causal, for Q <= K."""
+    """out, log_mass, and the mass for the backward; if causal, for Q <= K."""
     from .kernels import readers
 
     plan = plan_of(q, k, v, causal)
@@ -233,7 +233,7 @@ def smooth_squares_backward(
 
 
 def _room(given: Tensor, plan: Plan) -> Tensor:
-    """Memory for a gradient: float32 where it is still to be summed."""
+    """Memory for a gradient: float32 if it is summed later."""
     shape = (plan.batch, plan.joint, *given.shape[2:])
     whole = given.shape[:2] == shape[:2]
     return given.new_empty(shape, dtype=given.dtype if whole else torch.float32)

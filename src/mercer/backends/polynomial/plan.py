@@ -21,7 +21,7 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "float32"
 
 
 class Sizes(NamedTuple):
-    """Places by places of a block, but for `build`: features by places."""
+    """A block: places by places, or features by places for `build`."""
 
     rows: int
     columns: int
@@ -31,8 +31,8 @@ class Sizes(NamedTuple):
     pair: bool = False
 
 
-# By the kernel, how many features and values there are at most, and whether blocks must be small,
-# as where operands take 4 bytes.
+# Per kernel: the largest widths of features and values, and whether blocks must be small, as with
+# operands of 4 bytes.
 SIZES: dict[tuple[str, int, bool], Sizes] = {
     ("build", 64, False): Sizes(8, 64, 8, 3),
     ("build", 128, False): Sizes(2, 64, 8, 3),
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def joint(self) -> int:
-        """Heads that a state is for."""
+        """Heads that have a state."""
         return math.lcm(self.k_heads, self.v_heads)
 
     @property
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def far(self) -> bool:
-        """Whether there are states: with few queries or keys, to form all weights is less work."""
+        """Whether there are states: with few queries or keys, forming all weights is less work."""
         few = self.num_queries if self.causal else min(self.num_queries, self.num_keys)
         return few > chunk_size(self.width, self.values)
 
@@ -159,7 +159,7 @@ class Plan:
         return padded // self.chunk
 
     def state_bytes(self) -> int:
-        """Of one head: sums in float32, states as operands."""
+        """Bytes of one head: sums in float32, states as operands."""
         chunks = max(self.chunks(self.padded_keys), self.chunks(self.padded_queries))
         return self.far * chunks * self.dim**2 * self.wide * (4 + self.operand.itemsize)
 
@@ -178,7 +178,7 @@ class Plan:
 
     def sizes(self, kernel: str) -> dict[str, Any]:
         bucket = 64 if max(self.dim, self.wide) <= 64 else 128
-        # Where there is less shared memory than on Hopper, half precision takes the smaller blocks.
+        # With less shared memory than on Hopper, half precision takes the smaller blocks, too.
         small = self.operand == torch.float32 or shared_memory(self.device) < HOPPER
         sizes = SIZES[kernel, bucket, small]
         if kernel == "build":

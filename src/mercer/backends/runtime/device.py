@@ -1,4 +1,4 @@
-"""What a GPU and the installation offer. All that asks for the device asks here."""
+"""Properties of the GPU and the installation. All other modules ask this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # The shared memory that a program may take on Hopper, in bytes.
 HOPPER = 232448
-# The processors that block sizes and parts assume where there is no GPU.
+# The number of SMs that plans assume without a GPU.
 INTERPRETED_PROCESSORS = 16
 
 
@@ -44,7 +44,7 @@ def has_tma(device: torch.device) -> bool:
 
 @lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """The number of streaming multiprocessors."""
+    """The number of streaming multiprocessors (SMs)."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

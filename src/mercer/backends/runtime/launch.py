@@ -15,7 +15,7 @@ from .device import INTERPRETED
 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the driver, in percent; and the shared
 # memory that the driver takes for itself of each program, in bytes.
 CARVEOUT, RESERVED = 9, 1024
-# How many launches `start` keeps before it forgets all.
+# How many launches `start` caches before it clears the cache.
 MOST = 4096
 
 
@@ -23,7 +23,7 @@ MOST = 4096
 class Launch:
     """A kernel with everything but its tensors and numbers; compiled at its first start.
 
-    Who keeps a Launch keeps it under a key of all that Triton specialises for.
+    Cache it under a key of everything that Triton specialises for.
     """
 
     kernel: Any
@@ -71,7 +71,7 @@ class Launch:
         try:
             self.compiled[self.grid](*addresses, *numbers, *self.constants.values())
         except (AttributeError, TypeError, ValueError):
-            # Arguments are refused before anything starts.
+            # Wrong arguments raise before anything is launched.
             self.direct = False
         return self.direct
 
@@ -92,9 +92,9 @@ def start(
     kernel: Any, grid: tuple[int, int, int], constants: dict[str, Any], tensors: tuple[Any, ...],
     numbers: tuple[int | float, ...], options: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Start a small kernel, with the launch of an earlier call where all but its tensors agrees."""
+    """Start a small kernel; reuse the launch of an earlier call that differs in tensors only."""
     kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
-    # The launch holds the kernel, so that its id stays its own.
+    # The launch holds the kernel, so its id is not reused.
     key = (id(kernel), grid, tensors[-1].device, *constants.values(), *kinds, *numbers)
     found = _launches.get(key)
     if found is None:

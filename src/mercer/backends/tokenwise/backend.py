@@ -28,7 +28,7 @@ MAX_WIDTH, MAX_ROWS = 256, 65535
 
 
 def refuses(task: Task, keys: Tensor) -> str | None:
-    """Why the call is not one function around flash attention, or None."""
+    """Why this backend cannot run the call, or None."""
     term = task.term
     factor = term.factors[0] if len(term.factors) == 1 and not term.biases else None
     if type(factor) is not Factor or factor.k is not keys or factor.link is not None:
@@ -40,7 +40,7 @@ def refuses(task: Task, keys: Tensor) -> str | None:
     if task.dropout_p:
         return "weights are dropped"
     if task.log_mass:
-        return "it does not give log_mass"
+        return "it does not return log_mass"
     if not isinstance(task.filter.simplify(task.num_queries, task.num_keys), Causal | Full):
         return f"{task.filter} is neither causal nor full"
     return _refuses(task, factor.q)
@@ -52,7 +52,7 @@ def _refuses(task: Task, q: Tensor) -> str | None:
     if device not in ("cpu", "cuda"):
         return f"it runs on CPU and CUDA, not on {device}"
     if 0 in (task.batch, task.heads, task.num_queries, task.num_keys, q.shape[3], task.v.shape[3]):
-        return "there is nothing to smooth: an empty batch or sequence"
+        return "the batch or the sequence is empty"
     if task.num_queries != task.num_keys:
         return "it needs as many queries as keys"
     if device == "cpu" and not INTERPRETED:
@@ -61,7 +61,7 @@ def _refuses(task: Task, q: Tensor) -> str | None:
         return "Triton is not installed"
     halves = (torch.bfloat16, torch.float16)
     if q.dtype not in ((torch.float32,) if INTERPRETED else halves):
-        return f"flash attention takes half precision, and came with {q.dtype}"
+        return f"flash attention takes half precision, got {q.dtype}"
     if max(q.shape[3], task.v.shape[3]) > MAX_WIDTH or task.batch * task.heads > MAX_ROWS:
         return "there are too many features or heads"
     if torch.compiler.is_compiling() and not is_on(task.device):
@@ -74,7 +74,7 @@ def keeps_nan(task: Task) -> bool:
 
 
 def run(task: Task, convolution: Convolution) -> Smoothed | None:
-    """None where torch has no flash attention for these tensors."""
+    """None if torch has no flash attention for these tensors."""
     (factor,) = task.term.factors
     assert isinstance(factor.scale, float)
     batch, heads, causal = task.batch, task.heads, task.filter.causal

@@ -1,4 +1,4 @@
-"""Torch's flash attention, forward and backward, with its log_mass in hand.
+"""Torch's flash attention, forward and backward, with log_mass.
 
 The backward is given rows that saw more keys than flash attention did. It forms its weights from
 the log_mass of the whole rows, so no second pass over the keys is needed.
@@ -16,7 +16,7 @@ FLASH, CUDNN = 1, 3
 
 
 def choice(q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | None:
-    """Which flash attention torch would take; None if it would take another form."""
+    """Which flash attention torch would choose; None if it would choose another backend."""
     if not q.is_cuda or q.shape[2] <= call.cut:
         return FLASH
     if q.shape[2] < 64:
@@ -29,7 +29,7 @@ def choice(q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | None:
 
 @torch.compiler.assume_constant_result
 def is_on(device: torch.device) -> bool:
-    """Whether a compiled graph, which cannot ask `choice`, may count on flash attention."""
+    """Whether flash attention is certain to run in a compiled graph, where `choice` cannot be used."""
     if device.type == "cpu":
         return True
     on = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()

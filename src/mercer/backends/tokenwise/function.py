@@ -1,8 +1,8 @@
 """Attention to convolved keys and values as one function with its own gradient.
 
-A query sees its nearest P keys by kernels that are cut, and all others whole. The others are flash
-attention's. Query i and key j <= i - P is causal again for the queries from P on and the first
-T - P keys. What the nearest keys add is merged by log_mass.
+A query sees only some taps of its P nearest keys, and all taps of the others. Flash attention takes
+the others: j <= i - P is causal for the queries from P on and the first T - P keys. The nearest keys
+are merged by log_mass.
 
 The passes before and after flash attention are Triton kernels (launch.py) or, on a CPU, plain
 PyTorch (plain.py). Outside of compiled graphs `Fused` runs them; inside, operators.py does.
@@ -25,7 +25,7 @@ Taps = Tensor | None
 
 
 class Kept(NamedTuple):
-    """What the forward gives, all of it for the backward; None where there is no such thing."""
+    """The results of the forward, all of them kept for the backward."""
 
     out: Tensor
     kt: Tensor | None  # keys and values as flash attention saw them, [B, H, T, D]
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     scores: Tensor | None
 
     def raw(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as they came. Where they have no kernels, the copy serves as well."""
+        """The inputs k and v. Those without kernels are equal to the copies."""
         k = k if self.kt is None or self.keys is not None else self.kt
         return k, v if self.vt is None or self.values is not None else self.vt
 

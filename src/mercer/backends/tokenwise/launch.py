@@ -16,9 +16,9 @@ from .plain import Call, Near, Pair
 from .taps import visible
 
 RULES = {"none": 0, "left": 1, "truncate": 2, "shrink": 3}
-# By the kernel: places of a block, for up to 64 features, and warps. Wider rows take fewer places.
+# Per kernel: places of a block for up to 64 features, and warps. Wider rows take fewer places.
 SIZES = {"convolve": (32, 8), "merge": (16, 2), "pulls": (32, 4), "backward": (16, 4)}
-# Rows of taps of a program, and numbers of it where it sums over heads.
+# Rows of taps per program, and numbers per program where it sums over heads.
 TAP_ROWS, HEAD_SUMS = 64, 1024
 
 
@@ -63,7 +63,7 @@ def _targets(keys: Tensor | None, values: Tensor | None, call: Call, names: str)
 
 
 def _per_head(*kernels: Tensor | None) -> list[int]:
-    """How many heads have kernels of their own; 0 where all share one."""
+    """How many heads have their own kernels; 0 if all share one."""
     return [0 if x is None or x.shape[2] == 1 else x.shape[2] for x in kernels]
 
 
@@ -86,7 +86,7 @@ def kernels(pair: Pair, call: Call, wide: torch.dtype) -> Pair:
 
 
 def _by_rows(taps: Tensor) -> Tensor:
-    """Taps [B, T, H, S] of which batch and place are one axis, such as every other row of them."""
+    """Taps [B, T, H, S] with batch and place merged into one axis, such as every other row."""
     if taps.is_contiguous():
         return taps
     batch, length, _, size = taps.shape
@@ -106,7 +106,7 @@ def _kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
 
 
 def kernels_backward(grads: Pair, kernels: Pair, pair: Pair, call: Call) -> Pair:
-    """`grads` have all heads, [B, T, H, 1 + P, S]: they are summed here where they share taps."""
+    """`grads` have all heads, [B, T, H, 1 + P, S]; summed here over heads that share taps."""
     keys, values = (
         None if d is None or w is None or u is None else _kernels_backward(d, w, u, call)
         for d, w, u in zip(grads, kernels, pair, strict=True)
@@ -130,9 +130,9 @@ def _kernels_backward(grad: Tensor, kernel: Tensor, taps: Tensor, call: Call) ->
 def convolve(
     k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finite copies, also of what has no kernels; and the first place of a block that was not.
+    """Finite copies, also without kernels, and the first place of each block that was not finite.
 
-    Without a copy, flash attention's backward would multiply its zeros by what is not finite.
+    Without copies, flash attention's backward would multiply zeros by NaN or infinity.
     """
     k, v = readable(k), readable(v)
     kt, vt = k.new_empty(k.shape), v.new_empty(v.shape)

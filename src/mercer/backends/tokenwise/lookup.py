@@ -1,4 +1,4 @@
-"""Rows of taps by token, with a gradient that is the same bits each time."""
+"""The lookup of taps by token, with a deterministic gradient."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ learns(gather_taps, _sum_grads, _keep_ids)
 def sum_exactly(grads: list[Tensor], ids: Tensor, vocab: int) -> Tensor:
     """The gradient of a table [vocab, targets, H, S] from those of its rows, [B, T, H, S] each.
 
-    Sums are of whole numbers, so they are the same bits in any order, and need no sorting.
+    Sums are of integers (fixed point), so they do not depend on the order and need no sorting.
     """
     from .kernels import lookup
 
@@ -105,7 +105,7 @@ def sum_exactly(grads: list[Tensor], ids: Tensor, vocab: int) -> Tensor:
     cells = out.numel()
     sums = ids.new_empty(cells, dtype=torch.int64)
     peaks = first.new_empty(PROGRAMS, dtype=torch.float32)
-    # As many gradients as there are rows may meet in one sum, which must stay below 2^62.
+    # All rows may add to one sum, which must stay below 2^62.
     bits = 62 - (rows - 1).bit_length()
     start(
         lookup.clear, (PROGRAMS, 1, 1), {"TARGETS": targets, "BM": 1024}, (first, last, peaks, sums),

@@ -20,9 +20,9 @@ def smooth_taps(
     q: Tensor, k: Tensor, v: Tensor, key_taps: Tensor | None, value_taps: Tensor | None,
     boundary: str, causal: bool, cut: int, temperature: float | None, scale: float, tokens: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The forward: `Kept`, where what is None is empty.
+    """The forward: the fields of `Kept`, with empty tensors for None.
 
-    `tokens`: whether the output and the gradients lie token by token in memory.
+    `tokens`: whether the output and the gradients are [B, T, H, D] in memory.
     """
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
     chosen = choice(q, k, v, call) or FLASH
@@ -79,11 +79,11 @@ def smooth_taps_backward(
     value_taps: Tensor | None, made: list[Tensor], boundary: str, causal: bool, cut: int,
     temperature: float | None, scale: float, tokens: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v and of the taps that there are."""
+    """The gradients of q, k, v and of the given taps."""
     call = Call(cast(Boundary, boundary), causal, cut, temperature, scale)
     out, *others = made
     kept = function.Kept(out, *(x if x.numel() else None for x in others))
-    # Either flash attention serves: both take the log_mass of the whole rows.
+    # Any flash attention will do: all take the log_mass of whole rows.
     chosen = choice(q, k, v, call) or FLASH
     found = function.backward(grad, q, k, v, key_taps, value_taps, kept, call, chosen)
     grads = [x for x in found if x is not None]

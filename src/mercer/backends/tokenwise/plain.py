@@ -20,12 +20,12 @@ class Call(NamedTuple):
 
     boundary: Boundary
     causal: bool
-    cut: int  # how many keys nearest to a query show it a kernel that is cut
+    cut: int  # of how many nearest keys a query sees only some taps
     temperature: float | None
     scale: float
 
     def groups(self) -> tuple[int | None, ...]:
-        """How far away the query is, for each kernel of a key; None is the whole kernel."""
+        """For each kernel of a key, how many places later the query is; None: all taps are visible."""
         return (None, *range(self.cut))
 
 
@@ -34,7 +34,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Near(NamedTuple):
-    """What the forward keeps of the nearest keys."""
+    """The nearest keys' numbers for the backward."""
 
     lse: Tensor  # [B, H, T], of whole rows
     far_lse: Tensor  # [B, H, N], the same for flash attention, as its backward takes it
@@ -78,10 +78,10 @@ def kernels_backward(grads: Pair, kernels: Pair, pair: Pair, call: Call) -> Pair
 def convolve(
     k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, None]:
-    """Keys and values by their whole kernels; as they came where they have none.
+    """Keys and values convolved with all taps; unchanged without kernels.
 
     Where a key or a value is not finite, the key becomes NaN and the value zero. Flash attention on
-    a CPU hides by selection, so this reaches the rows that see the key and no others.
+    a CPU masks by selection, so NaN reaches only the rows that see the key.
     """
     k, v = _seen(k, keys, call, None), _seen(v, values, call, None)
     if bool(k.sum().isfinite() & v.sum().isfinite()):
@@ -91,7 +91,7 @@ def convolve(
 
 
 def _range(kernel: Tensor, call: Call, away: int | None) -> range:
-    """The offsets of the taps that read something."""
+    """The range of offsets that are inside the sequence."""
     first, last = visible(call.boundary, kernel.shape[-1] // 2, away)
     return range(first, min(last, last if away is None else away) + 1)
 
@@ -107,7 +107,7 @@ def _tap(kernel: Tensor, away: int | None, d: int, here: slice) -> Tensor:
 
 
 def _seen(x: Tensor, kernel: Tensor | None, call: Call, away: int | None) -> Tensor:
-    """All keys as a query sees them that far away."""
+    """All keys as a query `away` places later sees them."""
     if kernel is None:
         return x
     offsets = _range(kernel, call, away)
@@ -124,7 +124,7 @@ def merge(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None,
     far: Tensor | None, far_lse: Tensor | None, bad: None, call: Call,
 ) -> tuple[Tensor, Near]:  # fmt: skip
-    """(out, what the backward needs) from the nearest keys and from what lies before them."""
+    """(out, `Near`) from the nearest keys and from flash attention's result for the others."""
     wide, length = accumulator(q.dtype), q.shape[2]
     scores = q.new_full((*q.shape[:3], call.cut), -math.inf, dtype=wide)
     for a in range(min(call.cut, length)):
@@ -178,7 +178,7 @@ def _spread(
     g: Tensor, x: Tensor, kernel: Tensor | None, dx: Tensor, dkernel: Tensor | None, call: Call,
     away: int | None,
 ) -> None:  # fmt: skip
-    """Add to dx and dkernel what g, the gradient of the first keys as they were seen, says."""
+    """Add to dx and dkernel the parts from g, the gradient of the first keys after convolution."""
     count = g.shape[2]
     if kernel is None or dkernel is None:
         dx[:, :, :count] += g

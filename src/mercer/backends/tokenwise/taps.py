@@ -34,7 +34,7 @@ class Convolution(NamedTuple):
 def visible(boundary: Boundary, reach: int, away: int | None) -> tuple[int, int]:
     """The first and last visible tap of a key that lies `away` places before the query.
 
-    Without `away` there is no future to hide: the filter is not causal, or the key is far enough.
+    Without `away` all taps are visible: the filter is not causal, or the key is far enough.
     """
     near = reach if away is None else min(reach, away)
     match boundary:
@@ -49,7 +49,7 @@ def visible(boundary: Boundary, reach: int, away: int | None) -> tuple[int, int]
 
 
 def num_cut(boundary: Boundary, causal: bool, size: int) -> int:
-    """How many of the keys nearest to a query show it a kernel that is cut."""
+    """The number P of nearest keys of which a query sees only some taps."""
     reach = size // 2
     return reach if causal and visible(boundary, reach, None)[1] > 0 else 0
 

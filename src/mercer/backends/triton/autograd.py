@@ -1,7 +1,7 @@
 """The fused kernels with their derivatives: an autograd.Function, and operators for compiled graphs.
 
-The function costs the host less for each call. A compiled graph needs operators that it does not
-look into, whose arguments are tensors, text and numbers.
+The function has less host overhead per call. A compiled graph needs opaque operators, whose arguments
+are tensors, strings and numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .static import Static, parse
 
 
 def call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and log_mass; where nothing learns, without what autograd takes of the host."""
+    """Output and log_mass; without autograd's overhead if nothing needs a gradient."""
     if derives(static.trains):
         return _Fused.apply(static, *given)
     out, lse, *_ = _start(static, *given)
@@ -28,7 +28,7 @@ def call(static: Static, *given: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class _Fused(torch.autograd.Function):
-    """The kernels as they run outside of a compiled graph, with less to pay for each call."""
+    """The kernels outside of compiled graphs, with less overhead per call."""
 
     @staticmethod
     def forward(
@@ -54,7 +54,7 @@ class _Fused(torch.autograd.Function):
 def _start(
     static: Static, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    """Output, log_mass, what rounding took, `Numbers`, and scales that queries steered.
+    """Output, log_mass, the output's rounding error, `Numbers`, and per-query scales.
 
     `rest` is a bias and the tensors.
     """
@@ -68,7 +68,7 @@ def _back(
     static: Static, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
     low: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of tensors and bias; `rest` is what the forward formed and what it got."""
+    """The gradients of tensors and bias; `rest` has the forward's results and inputs."""
     count, steer = len(Numbers._fields), static.steer
     ready, rest = Numbers(*rest[:count]), rest[count:]
     scale: Any
@@ -97,7 +97,7 @@ def fused(
     tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: Tensor | None,
     lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, static: str, sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The forward for compiled graphs: (out, log_mass, what rounding took from out, the band)."""
+    """The forward for compiled graphs: (out, log_mass, rounding error of out, the band)."""
     known = parse(static, sizes)
     out, lse, low, *_, band = _start(known, lengths, ids, seed, table, asking, rows, *tensors)
     return out, lse, low, band

@@ -1,8 +1,8 @@
 """Fused kernels on the GPU: any term of one or two factors, forward and backward, any filter.
 
-What this must meet: memory linear in T, but for tables and for at most 2 GiB while a backward runs
-(hopper/); no silent TF32; numbers per key, scales, rows and tables in float32, each with its
-gradient and without atomics; feature parts read where they lie.
+Requirements: memory linear in T, except for tables and at most 2 GiB during a backward (hopper/); no
+silent TF32; numbers per key, scales, rows and tables in float32, each with its gradient and without
+atomics; feature parts are read in place, without concatenation.
 
 This file says what runs and turns a term into the tensors of a call. autograd.py runs it.
 """
@@ -34,7 +34,7 @@ from .static import NO_LOG, Log, Slot, Static, Steer, are_few, one_sided
 name = "triton"
 dense_mask = False
 MAX_WIDTH = 256
-# Of a table that comes as numbers; and the pairs within reach of any: 8 GiB in half precision.
+# Of a table of numbers; and the pairs within reach of any table: 8 GiB in half precision.
 MAX_DISTANCES, MAX_PAIRS = 4097, 2**32
 LINKS: dict[type, int] = {
     Power: POWER, Rational: RATIONAL, Matern12: MATERN12, Matern32: MATERN32, Matern52: MATERN52,
@@ -46,9 +46,9 @@ def refuses(task: Task) -> str | None:
     if (why := _unavailable(task.device.type)) is not None:
         return why
     if task.v.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it computes in float32, and came with {task.v.dtype}"
+        return f"it computes in float32, got {task.v.dtype}"
     if 0 in (task.batch, task.num_queries, task.num_keys):
-        return "there is nothing to smooth: an empty batch or sequence"
+        return "the batch or the sequence is empty"
     if task.batch * task.heads > 65535:
         return "there are more than 65535 heads in the batch"
     if task.term.signed:
@@ -82,7 +82,7 @@ def memory(task: Task) -> int:
 
 
 def _pairs(task: Task) -> int:
-    """Of a table, with those that fill up its lines."""
+    """The number of pairs of a table's band, with padding."""
     if (bias := task.term.relative) is None:
         return 0
     width = tables.width_of(bias.clip, task.filter.causal, task.num_keys)
@@ -96,7 +96,7 @@ def kernels(device: torch.device) -> str:
 
 
 def _unavailable(device: str) -> str | None:
-    # The device first: on a CPU the answer is the same with Triton and without.
+    # The device first, so that on a CPU the answer does not depend on Triton.
     if device != "cuda" and not INTERPRETED:
         return f"it runs on CUDA, not on {device}"
     return None if INSTALLED else "Triton is not installed"
@@ -146,7 +146,7 @@ def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
     weights: list[Tensor] = []
     for n, f in enumerate(slots):
         number, mode, scale, log = 1.0, 0, none, NO_LOG
-        # One slot at most, of those that are steered, is steered within the call.
+        # At most one slot with per-query bandwidths is computed within the call.
         free = steer is None and not compiling
         if isinstance(f, QueryBandwidthFactor) and free and steering.by_queries(f, task):
             mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)
@@ -196,7 +196,7 @@ def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
 
 
 def _bias(task: Task, shape: tuple[int, int, int], sided: bool) -> tuple[Bias, int]:
-    """The term's table, or what it is the product of, and how far it reaches; -1 for none.
+    """The term's table, or the queries and rows of its product, and its reach; -1 for none.
 
     `sided`: no key comes after its query.
     """

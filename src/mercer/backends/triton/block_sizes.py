@@ -1,4 +1,4 @@
-"""Block sizes of the fused kernels: measured ones, and how they shrink where they do not fit."""
+"""Block sizes of the fused kernels: measured ones, and smaller ones where those do not fit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .plan import Plan
 
 
 class Sizes(NamedTuple):
-    """How a kernel is cut into blocks, and what it may hold on to."""
+    """The blocks of a kernel, and its registers."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    # The most registers of a thread, so that more programs share a processor; 0 for no bound.
+    # The most registers of a thread, so that more programs share an SM; 0 for no bound.
     registers: int = 0
     # Which operands that a loop does not change stay in registers: of the scores (1), of dP (2), of
     # the second slot's scores (4).
@@ -124,7 +124,7 @@ def sizes_of(kind: str, p: Plan) -> Sizes:
 
 
 def bytes_of(kind: str, sizes: Sizes, p: Plan) -> int:
-    """What blocks of these sizes take of the shared memory."""
+    """The shared memory of blocks of these sizes, in bytes."""
     c, size = p.constants, p.dtype.itemsize
     width, wide = c["E0"] + c["E1"], c["V"]
     own, streamed = sizes.queries, sizes.keys
@@ -138,7 +138,7 @@ def bytes_of(kind: str, sizes: Sizes, p: Plan) -> int:
 
 
 def fitted(kind: str, sizes: Sizes, p: Plan, most: int) -> Sizes:
-    """The same, or smaller where a device has less shared memory than the one it was measured on."""
+    """The same, or smaller if the device has less shared memory than the one they were measured on."""
     loop, own = ("queries", "keys") if kind == "keys" else ("keys", "queries")
     while bytes_of(kind, sizes, p) > most:
         if sizes.stages > 1:

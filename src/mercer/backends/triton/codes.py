@@ -1,7 +1,7 @@
 """Numbers that kernels and the files that launch them share. This file imports nothing."""
 
 # FORM: how a kernel computes its weights. In general; as the exponential of one dot product; as an
-# integer power of it; as a link whose weights are summed without looking for their largest.
+# integer power of it; as a link whose weights are summed without a running maximum.
 GENERAL, PLAIN, POLY, FLAT = 0, 1, 2, 3
 
 # The links, as kernels know them.

@@ -1,4 +1,4 @@
-"""A filter as an or of ands, in numbers that a fused kernel can read."""
+"""A filter as an or of ands, as numbers for the fused kernels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Clauses:
 
 def read(filter: Filter, num_queries: int, num_keys: int) -> Clauses | str:
     """The filter in clauses, or why it has none."""
-    # A filter of places alone is a few numbers, and mostly the same for all calls of a model.
+    # A filter without data is a few numbers, mostly the same for all calls of a model: cached.
     if type(filter) in PATTERNS and not torch.compiler.is_compiling():
         return _remembered(filter, num_queries, num_keys)
     return _read(filter, num_queries, num_keys)
@@ -130,7 +130,7 @@ def _clauses(
             return [Clause(causal=True, stride=stride)]
         case Fixed(stride=stride, summary=summary):
             return [Clause(causal=True, fixed=stride, summary=summary)]
-    return f"it does not know the filter {type(filter).__name__}"
+    return f"it does not support the filter {type(filter).__name__}"
 
 
 def _with_data(

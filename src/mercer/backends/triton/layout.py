@@ -18,7 +18,7 @@ def next_power_of_two(width: int) -> int:
 
 
 def strides_of(x: Tensor, batch: int) -> tuple[int, int, int]:
-    """The strides of batch, head and place. A batch of 1 is read again for each sequence."""
+    """The strides of batch, head and place. A batch of 1 has stride 0."""
     if x.dim() < 3:
         return 0, 0, 0
     b = 0 if x.shape[0] == 1 and batch > 1 else x.stride(0)
@@ -26,7 +26,7 @@ def strides_of(x: Tensor, batch: int) -> tuple[int, int, int]:
 
 
 def expanded(x: Tensor, *shape: int) -> Tensor:
-    """x of that shape. A view has a backward of its own, so there is none where x fits."""
+    """x expanded to a shape. x itself if it fits, since a view would add a backward."""
     return x if x.shape == shape else x.expand(shape)
 
 

@@ -22,13 +22,13 @@ def prepare(
     `few`: there are few queries, for which columns do not pay.
     """
     cols, rows = [], []
-    # Columns overflow in float16, and float32 has no fast product.
+    # Columns would overflow in float16, and float32 has no fast matrix product.
     spread = len(x.q) == 1 and not few and (INTERPRETED or x.v.dtype == torch.bfloat16)
     columns: Tensor | None = None
     for n, slot in enumerate(static.slots):
         col, row, k = x.col[n], x.row[n], x.k[n]
         if slot.norm and inside[n] != NORMS:
-            # The norms of a distance, plus the numbers that came with the call.
+            # The norms of a distance, plus the given numbers per key.
             came, shape = col.numel() > 0, (k.shape[0], k.shape[1], k.shape[2])
             norms, columns = _norms(k, col, None, shape, slot.mode if spread and not came else None)
             col = add(norms, col) if came else norms

@@ -19,7 +19,7 @@ from .static import Slot, Static, one_sided, part_of_one
 
 
 class Bias(NamedTuple):
-    """What is added to the logarithms of the weights: a table, or queries times rows, or nothing."""
+    """The bias on the logits: a table, or queries times rows, or nothing."""
 
     table: Tensor | None = None  # [B or 1, H, Q, 2c + 1]
     asking: Tensor | None = None  # [B, H, Q, D]
@@ -62,18 +62,18 @@ class Inputs:
 
 
 class Numbers(NamedTuple):
-    """What is formed from the inputs before a kernel starts, and kept for the backward."""
+    """Numbers formed from the inputs before a kernel starts, and kept for the backward."""
 
     col0: Tensor
     col1: Tensor
     row0: Tensor
     row1: Tensor
     columns: Tensor  # the first slot's numbers per key as columns of a product, or as they are
-    band: Tensor  # what a table says of the pairs within its reach, or empty
+    band: Tensor  # the table's values for all pairs within its reach, or empty
 
 
 class Rows(NamedTuple):
-    """What the passes of the backward have of every query."""
+    """Numbers per query for the passes of the backward."""
 
     grad_out: Tensor
     lse2: Tensor  # log_mass to the base 2
@@ -83,7 +83,7 @@ class Rows(NamedTuple):
 
 
 def counters(like: Tensor) -> Tensor:
-    """Room for tickets that programs of the pass over keys draw, by the head that it begins with.
+    """Memory for the tickets of the pass over keys, from its first head on.
 
     A second pass, of the second slot, has those of the next head, or one more.
     """
@@ -92,7 +92,7 @@ def counters(like: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Plan:
-    """What follows from shapes, strides and options."""
+    """Everything that follows from shapes, strides and options."""
 
     static: Static
     device: torch.device
@@ -102,13 +102,16 @@ class Plan:
     num_keys: int
     constants: dict[str, Any]
     spread: bool  # numbers per key are columns, in place of the second slot's keys
-    aligned: tuple[bool, ...]  # whether the copy engine can read the two q, the two k, v, a band
+    aligned: tuple[bool, ...]  # whether TMA can read the two q, the two k, v, a band
     bounded: bool  # the first slot is a distance, with no number per key beside it
     launches: dict[Any, Launch] = field(default_factory=dict)
 
     @property
     def still(self) -> bool:
-        """No weight of a distance is above 1; float16 has too few numbers far below it."""
+        """Whether no running maximum is needed: weights of distances are at most 1.
+
+        Not in float16, where they underflow.
+        """
         return self.bounded and self.dtype != torch.float16
 
     def numbers(self, seed: Tensor | None) -> tuple[int | float, ...]:
@@ -147,7 +150,7 @@ def _make(x: Inputs, static: Static, ready: Numbers) -> Plan:
     batch, heads, _ = static.shape
     c0, c1, row0, row1, columns, band = ready
     two, spread = len(slots) == 2, columns.dim() == 4
-    # Terms that add up have their features in common.
+    # Summed terms share their features.
     more = two and not static.summed
     q0, q1, k0, k1, v = x.q[0], x.q[-1], x.k[0], columns if spread else x.k[-1], x.v
     widths = (q0.shape[-1], q1.shape[-1], v.shape[-1])
@@ -238,7 +241,7 @@ def sees_all(clause: Clause, static: Static, num_keys: int) -> bool:
     return clause.causal and near and old and clause.right < 0 and not others
 
 
-# From so many keys on it pays to store the gradients of all pairs.
+# The number of keys from which storing the gradients of all pairs pays.
 STORED = 512
 
 

@@ -1,4 +1,4 @@
-"""Gradients of tensors that several heads, sequences or places share: sums of those of each."""
+"""Sums of gradients over heads, sequences or places that share a tensor."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ TIER = _find_tier()
 # The registers hold two slots and the values up to this width. Wider ones take a pass over the keys
 # for each slot.
 ROOM = 512
-# Programs for each processor where keys are cut into parts, and the most parts that are merged.
+# With keys cut into parts: programs per SM, and the most parts that are merged.
 AT_WORK, MOST_PARTS = 4, 64
 
 
 def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
-    """The tensors that all kernels take first. TMA descriptors stand for blocks that a loop reads."""
+    """The tensors that all kernels take first. Blocks that a loop reads are TMA descriptors."""
     k1 = ready.columns if p.spread else x.k[-1]
     tensors: list[Any] = [
         x.q[0], x.k[0], x.q[-1], k1, x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
@@ -71,7 +71,7 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
 
 
 def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
-    """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
+    """(out, log_mass without the rows of plain factors, rounding error of out, numbers)."""
     x = x.readable()
     v = x.v
     if are_few(static.shape[2], v.shape[2]) and not static.trains:
@@ -83,7 +83,7 @@ def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]
 
 
 def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
-    """`forward` for few queries: programs share the keys, so that all processors are busy."""
+    """`forward` for few queries: programs share the keys, so that all SMs are busy."""
     shape, group = static.shape, _group(x, static)
     inside = _inside(x, static)
     band = tables.form(x.bias, static, x.v)
@@ -135,9 +135,9 @@ def forward_of(
     x: Inputs, p: Plan, ready: Numbers, parts: int = 0, inside: tuple[int, int] = NOWHERE,
     keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, what rounding took from it, log_mass) of one plan.
+    """(out, its rounding error, log_mass) of one plan.
 
-    `parts`: into how many the keys of few queries are cut.
+    `parts`: the number of parts of the keys for few queries.
     """
     from .kernels import forward as forward_kernels
 
@@ -164,18 +164,18 @@ def forward_of(
 
 
 def keeps_low(static: Static, v: Tensor) -> bool:
-    """Whether to keep what rounding takes from the output."""
+    """Whether to keep the rounding error of the output."""
     half = v.dtype.itemsize == 2
     return half and (static.precise or (static.trains and static.clip >= 0))
 
 
 def empty_low(out: Tensor, keeps: bool) -> Tensor:
-    """An empty tensor for what rounding takes from an output: eight bits of each number."""
+    """An empty tensor for an output's rounding error: eight bits per number."""
     return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
 
 
 def _parts(p: Plan) -> int:
-    """Into how many parts the keys of few queries are cut, so that all processors are busy."""
+    """The number of parts of the keys for few queries, so that all SMs are busy."""
     batch, heads, _ = p.static.shape
     most = AT_WORK * processors(p.device) // (batch * heads)
     return max(1, min(p.num_keys // PART, most, MOST_PARTS))
@@ -309,7 +309,7 @@ def _backward_keys(
 
 
 def _outcome(x: Inputs, static: Static, backward_too: bool) -> list[Tensor]:
-    """What a call gives, or its gradients, by the kernels that this thread may use now."""
+    """The outputs or gradients of a call, by the kernels that this thread may use now."""
     out, lse, low, ready = forward(x, static)
     if not backward_too:
         return [out, lse]

@@ -19,8 +19,8 @@ def forward_launch(
 ) -> Launch:
     """The forward of a plan.
 
-    `parts`: into how many the keys of few queries are cut; `inside`: what it computes from keys
-    itself, for each slot; `low`: whether it keeps what rounding takes from the output.
+    `parts`: the number of parts of the keys for few queries; `inside`: the INSIDE code of each slot;
+    `low`: whether it keeps the rounding error of the output.
     """
     found = p.launches.get(key := ("forward", parts, inside, low))
     if found is not None:

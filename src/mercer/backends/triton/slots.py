@@ -31,7 +31,7 @@ class Joined(DistanceFactor):
 
 
 class AsGiven(Factor):
-    """A product of features that are still to be taken to length 1."""
+    """A product of features that the kernel normalises to length 1."""
 
 
 def _parts(term: Term) -> tuple[list[Factor], list[Factor], list[Factor]]:
@@ -53,18 +53,18 @@ def widths_of(term: Term) -> list[int] | str:
     if bare and not any(_joinable(f) for f in plain):
         widths.append(16)
     widths += [f.width for f in linked]
-    return widths if len(widths) <= 2 else "it takes two factors at most"
+    return widths if len(widths) <= 2 else "it supports two factors at most"
 
 
 def slots_of(term: Term, dtype: torch.dtype, learns: bool) -> list[Factor]:
-    """One or two factors with features, which, if few queries do not learn, may be as given."""
+    """One or two factors with features; for few queries without gradients they may be unnormalised."""
     plain, bare, linked = _parts(term)
     alone = len(term.factors) == 1 and not learns
     plain = [_of_length_1(f, dtype, alone) if isinstance(f, CosineFactor) else f for f in plain]
     if len(plain) + len(linked) > 2 and len(plain) > 1:
         plain = [_merged([_rotated(f, dtype) for f in plain], dtype)]
     for f in bare:
-        # A number per key alone joins a factor whose scale it can be divided by, or gets its own.
+        # A factor of numbers per key only joins one whose scale it can be divided by, or is separate.
         target = next((n for n, p in enumerate(plain) if _joinable(p)), None)
         if target is None:
             zeros = [x.new_zeros(*x.shape[:3], 16, dtype=dtype) for x in (f.q, f.k)]
@@ -161,6 +161,6 @@ def _joined(target: Factor, f: Factor) -> Factor:
 
 
 def _slopes(num_keys: int, scale: float, slope: Tensor) -> Tensor:
-    """What slopes give each key, in units of a scale, [1, H, K]."""
+    """The numbers per key from slopes, in units of a scale, [1, H, K]."""
     slope = slope.float()
     return places_from_end(num_keys, slope.device, slope.dtype) * (slope.view(1, -1, 1) / scale)

@@ -13,17 +13,17 @@ from .codes import NOTHING
 class SlotConstants(NamedTuple):
     """A slot of features."""
 
-    width: int  # features of a block, a power of two; 0 where a second slot has none of its own
+    width: int  # features of a block, a power of two; 0 for a second slot without features
     link: int
     param: float  # of the link
     mode: int  # the scale is a number (0), one of each head (1) or one of each query (2)
     log: tuple[int | float, ...]  # how the scale is formed from what is read
     col: int  # numbers per key: none (0), those of a head (1), or of every head of a group (EACH)
     row: bool  # there are numbers per query
-    inside: int = NOTHING  # what the forward forms of keys by itself
+    inside: int = NOTHING  # what the forward computes from keys itself
     norm: bool = False  # the numbers per key are -|k|^2 / 2
     wants: bool = False  # the scale has a gradient
-    saves: bool = False  # the number per key that came has a gradient
+    saves: bool = False  # the given numbers per key have a gradient
 
 
 class TableConstants(NamedTuple):

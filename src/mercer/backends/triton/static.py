@@ -1,4 +1,4 @@
-"""All of a call that is no tensor: its slots, its filter and its options."""
+"""Everything of a call except its tensors: slots, filter and options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Slot(NamedTuple):
     number: float
     norm: bool  # the numbers per key, and inside a link per query, are -|x|^2 / 2
     wants: bool  # the scale has a gradient
-    saves: bool  # the number per key that came has a gradient
+    saves: bool  # the given numbers per key have a gradient
     log: Log = NO_LOG
     keys: bool = True  # the keys have a gradient
     unit: bool = False  # the kernel for few queries divides queries and keys by their lengths
@@ -42,7 +42,7 @@ class Steer(NamedTuple):
 
 
 class Static(NamedTuple):
-    """All of a call that is no tensor. Calls with the same Static and shapes share a plan."""
+    """Everything of a call except its tensors. Calls with the same Static and shapes share a plan."""
 
     slots: tuple[Slot, ...]
     filter: tuple[Clause, ...]  # one of them must hold
@@ -58,22 +58,31 @@ class Static(NamedTuple):
     summed: bool = False  # slots are terms, of the same features, whose weights add up
 
     def text(self) -> str:
-        """What has no size, for custom operators: they take numbers, text and tensors only."""
+        """Everything but sizes, as text for custom operators."""
         slots = tuple(tuple(slot) for slot in self.slots)
         filter = tuple(tuple(clause) for clause in self.filter)
         return repr((slots, filter, self.simple, self.dropout_p, self.trains))
 
     def sizes(self) -> list[int]:
-        """The rest, which may be symbolic in a compiled graph."""
+        """The sizes, which may be symbolic in a compiled graph."""
         return [self.first, int(self.tokens), self.clip, *self.shape]
 
     @property
     def precise(self) -> bool:
-        """Whether a gradient needs <dO, O> better than the output is stored.
+        """Whether a gradient needs <dO, O> more precisely than the stored output gives it.
 
-        Those of scales and of numbers per key do: they are small differences of large sums.
+        Gradients of scales do: they are small differences of large sums.
         """
-        return self.trains and any(slot.wants or slot.saves for slot in self.slots)
+        return self.trains and any(slot.wants for slot in self.slots)
+
+    @property
+    def sums_again(self) -> bool:
+        """Whether a gradient needs <dO, O> without the rounding of the weights in O.
+
+        Those of numbers per key do: a slope is multiplied with places up to the length. The pass over
+        queries forms sum_j P dP anew, before the pass over keys.
+        """
+        return any(slot.saves for slot in self.slots)
 
 
 def parse(text: str, sizes: list[int]) -> Static:
@@ -96,7 +105,7 @@ def one_sided(filter: tuple[Clause, ...]) -> bool:
 
 
 def are_few(num_queries: int, num_keys: int) -> bool:
-    """Whether queries, if they do not learn, are so few that their keys are cut into parts."""
+    """Whether queries need no gradient and are so few that keys are cut into parts."""
     return num_queries <= SPLIT_QUERIES and num_keys >= PART
 
 

@@ -2,8 +2,8 @@
 
     1 / s_i^2        log s_i = log s + reach tanh(<x_i, w> / reach)
 
-If x are the features of the queries, as in AdaptiveRBF, this is a part of the one call of the fused
-kernels. Otherwise it is an autograd step of its own.
+If x are the features of the queries, as in AdaptiveRBF, this is part of the call of the fused
+kernels. Otherwise it is a separate autograd step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .layout import expanded, next_power_of_two, readable_rows, strides_of
 from .plan import Inputs
 from .static import Log, Static, Steer
 
-# Places that one program sums over: few, so that there are enough programs for all processors.
+# Places that one program sums over: few, so that there are enough programs for all SMs.
 PART = 128
 
 

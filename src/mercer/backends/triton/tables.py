@@ -1,6 +1,6 @@
-"""Bands of tables for the fused kernels, and the gradients of what they were formed from.
+"""Bands of tables for the fused kernels, and the gradients of tables.
 
-A table comes as a number for every query and distance, or as queries and rows whose products it has.
+A table is given as numbers for every query and distance, or as queries and rows to be multiplied.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def again(band: Tensor, bias: Bias, static: Static, v: Tensor) -> Tensor:
 
 
 def halves(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in a dtype, and behind them what rounding took from them."""
+    """Rows in a dtype, followed by their rounding errors."""
     from .kernels import tables as kernels
 
     if dtype == rows.dtype:
@@ -185,7 +185,7 @@ def _of_rows(
     lengths = (num_queries, v.shape[2], dband.shape[-1])
     # Alignment adds up to seven distances.
     blocks = -(-(count + EVERY - 1) // constants["BR"])
-    # Enough parts to fill the device.
+    # Enough parts for all SMs.
     most = _programs(num_queries, constants) // EVERY
     parts = min(max(8 * processors(v.device) // (EVERY * heads * blocks), 1), most)
     sums = ends.new_empty(heads, EVERY * parts, count, size)
@@ -212,7 +212,7 @@ def _programs(num_queries: int, constants: dict[str, Any]) -> int:
 
 
 def _staged(v: Tensor, numbers: int, constants: dict[str, Any]) -> dict[str, int]:
-    """Up to three stages of so many numbers: as many as the shared memory holds."""
+    """The number of pipeline stages, up to three, that shared memory holds."""
     size = v.dtype.itemsize
     kept = constants["BM"] * (constants["WIDTH"] * size + 4 * constants["BR"]) + 2048
     stages = (shared_memory(v.device) - kept) // (numbers * size)

@@ -1,4 +1,4 @@
-"""The passes that read states and form the weights of the own chunk; states.py says what a state is."""
+"""The passes that read states and compute the weights of the own chunk; states.py says what a state is."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .states import NOWHERE, _dot, _exact, _more, _operand, _wide
 
 @triton.jit
 def _masses(z, width, D: tl.constexpr):
-    """z, [D, D], whose rows beyond the width are not there."""
+    """z, [D, D]; rows beyond the width are zero."""
     d = tl.arange(0, D)
     return tl.load(z + d[:, None] * D + d[None, :], mask=d[:, None] < width, other=0.0)
 
@@ -165,7 +165,7 @@ def forward(
     seen = place if CAUSAL else NOWHERE - 1
     bad = tl.minimum(tl.load(BAD_K + k_head), tl.load(BAD_V + v_head))
     spoiled = (size != size) | (bad <= seen)
-    # A sum of squares below zero is all rounding.
+    # A sum of squares below zero is rounding error.
     alive = mass > 0.0
     safe = tl.where(alive, mass, 1.0)
     out = tl.where(alive[:, None], acc / safe[:, None], 0.0)

@@ -4,7 +4,7 @@
     k~_ij = sum_d w_j[1 + a, d] k_{j+d}         of key j = i - a, for a from 0 to P - 1: here
 
 and the same for values. W holds the kernels of a key, [B, T, H or 1, 1 + P, S], tap d in column
-R + d: the whole one, and as a query sees it that is `a` places away.
+R + d: with all taps, and with those that a query `a` places later sees.
 
 Nothing is read that a query must not see. A key or value that is not finite gives NaN in the rows
 that see it and in no others: flash attention gets zeros there, and `merge` writes NaN from the first
@@ -175,7 +175,7 @@ def kernels_backward(
     column = tl.arange(0, SP)[None, :]
     ok = (row < count)[:, None] & (column < S)
     d = column - R
-    # A tap beyond the ends of the sequence, or beyond the query, has its share and reads nothing.
+    # A tap beyond the sequence or the query has a share of the softmax and reads zero.
     there = (row // tap_heads % length)[:, None] + d
     inside = ok & (there >= 0) & (there < length)
     head = tl.arange(0, HP)[None, :, None]
@@ -220,7 +220,7 @@ def convolve(
     y = _whole(V, WV, vb, vh, vt, b, h, j, e, length, width, value_heads, RV, CV, LV, False, D, BM)
     x, y = x.to(dtype), y.to(dtype)
     first = tl.full((), NOWHERE, tl.int32)
-    # Whatever is not finite shows in the mixture; only then is it asked what, and where.
+    # A neighbour that is not finite makes the mixture not finite; only then find out which.
     if tl.max(tl.where(_fine(x.to(tl.float32)) & _fine(y.to(tl.float32)), 0, 1)) > 0:
         own = _fine(_rows(K, kb, kh, kt, b, h, j, ok, e, width))
         own = own & _fine(_rows(V, vb, vh, vt, b, h, j, ok, e, width))
@@ -247,7 +247,7 @@ def merge(
     P: tl.constexpr, RULE: tl.constexpr, HAS_FAR: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCKS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """The nearest P keys of each query, and what flash attention made of the others.
+    """Merge the nearest P keys of each query with the output of flash attention.
 
     FAR_LSE becomes that of the whole row, for flash attention's backward.
     """
@@ -273,7 +273,7 @@ def merge(
         peak = tl.full((BM,), float("-inf"), tl.float32)
         mass = tl.zeros((BM,), tl.float32)
     for a in tl.static_range(P):
-        # No store stands between the loads: it would hold them up.
+        # No store between the loads: it would delay them.
         q = _rows(Q, qb, qh, qt, b, h, i, ok, e, width)
         x = _seen(K, WK, kb, kh, kt, b, h, i, ok, e, length, width, key_heads,
                   a, RK, SK, CK, RULE, D, BM)  # fmt: skip
@@ -284,7 +284,7 @@ def merge(
         there = ok & (i >= a)
         s = tl.where(there, s, float("-inf"))
         tl.store(SCORES + row * P + a, s, mask=ok)
-        # A key that is there makes the top finite; before the first, nothing has been summed.
+        # The first valid key makes the maximum finite; before it nothing has been summed.
         top = tl.where(there, tl.maximum(peak, s), 0.0)
         old = tl.where(mass == 0.0, 0.0, tl.exp(peak - top))
         new = tl.where(there, tl.exp(s - top), 0.0)
@@ -339,7 +339,7 @@ def _spread(
     P: tl.constexpr, RULE: tl.constexpr, NORMAL: tl.constexpr, HAS_FAR: tl.constexpr,
     ALONE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of keys m, and what they add to those of the kernels that read them.
+    """The gradient of keys m, and their part of the gradients of the kernels that read them.
 
     g_j, of key j as it was seen: FAR from flash attention, COEF times SRC of query j + a from near.
     Then dx_m = sum_d w_{m-d}[d] g_{m-d} and dw_{m-d}[d] = <g_{m-d}, x_m>.
@@ -393,7 +393,7 @@ def _put_dots(
     DW, dots, b, h, m, ok, length, heads, R: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
     L: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr, NORMAL: tl.constexpr,
 ):  # fmt: skip
-    """What `_spread` gave for the kernels, of each head."""
+    """Store the gradients of kernels from `_spread`, per head."""
     for a in tl.static_range(-1, P):
         for d in tl.static_range(-R, R + 1):
             if _number(d, a, R, L, RULE, NORMAL) >= 0:
@@ -417,8 +417,8 @@ def backward(
 ):  # fmt: skip
     """Gradients of queries, keys, values and kernels from those that flash attention gave.
 
-    ALONE: a query's nearest key shows it itself only, so that no row needs another's pull. All is
-    read before anything is stored: a store would hold up the loads after it.
+    ALONE: the nearest key has one visible tap, so no row needs the scores of another. All loads are
+    before all stores: a store would delay later loads.
     """
     bh = tl.program_id(1)
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)

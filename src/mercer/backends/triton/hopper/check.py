@@ -1,4 +1,4 @@
-"""Whether a Hopper kernel may be used: it compiles here, and gives what the portable kernel gives.
+"""Whether a Hopper kernel may be used: it compiles here and agrees with the portable kernel.
 
 Gluon changes with every Triton, so this is found out and not read from a version. Each kind of kernel
 is checked once per process and device, by a small call like the first one that would use it. Where it
@@ -25,16 +25,16 @@ from ..static import Static
 # Queries and keys of a check: half of a program's keys at the end, and enough for a table whose pairs
 # are stored. Where there are more keys than queries, so many more.
 LENGTH, MORE, BATCH = 576, 128, 2
-# How far results of the two kernels may lie apart, in units of the last place. Each element of the
+# How far the results of the two kernels may differ, in units of the last place. Each element of the
 # gradient of a scale is one sum over a whole head, in which large numbers cancel.
 APART, APART_SCALE = 4.0, 16.0
 
-# What a call of the portable code gives: its outputs, or with True its gradients.
+# A call of the portable code: returns its outputs, or with True its gradients.
 Outcome = Callable[[Inputs, Static, bool], list[Tensor]]
 
 
 class Kind(NamedTuple):
-    """What is checked once."""
+    """The unit of a check: each kind is checked once per process."""
 
     way: str  # "forward", "keys", "stores" or "sums"
     device: torch.device
@@ -52,7 +52,7 @@ def kind_of(way: str, p: Plan) -> Kind:
     return Kind(way, p.device, p.dtype, (c["E0"], c["E1"], c["V"]))
 
 
-# Why a kind may not be used, or None where it may.
+# Why a kind may not be used, or None if it may.
 _answers: dict[Kind, str | None] = {}
 _warned: set[torch.device] = set()
 _lock = threading.RLock()
@@ -60,17 +60,17 @@ _local = threading.local()
 
 
 def there(device: torch.device) -> bool:
-    """Whether the GPU has what these kernels are written for."""
+    """Whether the GPU has the features that these kernels need."""
     return on_hopper(device) and not INTERPRETED
 
 
 def checking() -> str | None:
-    """The only way that this thread may take while it checks; "" for none of them."""
+    """During a check, the only way that this thread may use; "" for the portable kernels."""
     return getattr(_local, "way", None)
 
 
 def allows(way: str, x: Inputs, p: Plan, outcome: Outcome) -> bool:
-    """Whether the kernels of this way may be used for a call; checked now if that is not known."""
+    """Whether the kernels of this way may be used for a call; runs the check the first time."""
     only = checking()
     if only is not None:
         return only == way
@@ -92,7 +92,7 @@ def allows(way: str, x: Inputs, p: Plan, outcome: Outcome) -> bool:
 
 
 def completed(way: str, p: Plan, start: Callable[..., Any], *given: Any) -> list[Any] | None:
-    """[start(*given)], or None if it does not compile; then this kind is not used any more.
+    """[start(*given)], or None if it does not compile; then this kind is no longer used.
 
     A kind has many variants, and a check compiles one of them.
     """
@@ -108,7 +108,7 @@ def completed(way: str, p: Plan, start: Callable[..., Any], *given: Any) -> list
 
 
 def refuse(kind: Kind, why: str) -> None:
-    """The portable kernel runs in place of this kind from now on; the first time it is said aloud."""
+    """Use the portable kernel for this kind from now on; warns the first time."""
     with _lock:
         _answers[kind] = why
         if kind.device in _warned:
@@ -134,14 +134,14 @@ def reason(device: torch.device) -> str:
 
 
 def _must_not_run(device: torch.device) -> bool:
-    """Whether this is no time for a check: a graph is captured, or a call is traced."""
+    """Whether a check is not possible now: a graph is captured, or a call is traced."""
     if torch.compiler.is_compiling():
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _disagrees(way: str, x: Inputs, static: Static, outcome: Outcome) -> str | None:
-    """Why the kernels of a way may not be used, or None if they give what the portable ones give."""
+    """Why the kernels of a way may not be used, or None if they agree with the portable ones."""
     try:
         with torch.no_grad(), _Poisoned():
             small, of = _small_call(x, static)
@@ -166,7 +166,7 @@ def _only(way: str) -> Iterator[None]:
 
 
 class _Poisoned(TorchDispatchMode):
-    """Memory that is allocated is NaN, or large, until it is written."""
+    """New memory is filled with NaN or large numbers, so that reads before writes show."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -177,10 +177,10 @@ class _Poisoned(TorchDispatchMode):
 
 
 def _small_call(x: Inputs, static: Static) -> tuple[Inputs, Static]:
-    """A call like this one of few places; features and values are random, small numbers are its own."""
+    """A short call like this one: random features and values, the call's own scales."""
     batch, heads, queries = static.shape
     batch, keys = min(batch, BATCH), x.v.shape[2]
-    # As divisible by 16 as those of the call, which Triton compiles for.
+    # With the same divisibility by 16 as in the call: Triton specialises for it.
     rows = LENGTH + queries % 16
     columns = rows if keys == queries else LENGTH + keys % 16 + MORE * (keys > queries)
     device = x.v.device
@@ -223,7 +223,7 @@ def _cycled(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _apart(got: list[Tensor], want: list[Tensor], dtype: torch.dtype, heads: int) -> str | None:
-    """What tells two results from each other, if they are further apart than rounding explains."""
+    """The difference of two results in words, if it is larger than rounding explains."""
     unit = torch.finfo(dtype).eps
     for n, (a, b) in enumerate(zip(got, want, strict=True)):
         a, b = a.float(), b.float()

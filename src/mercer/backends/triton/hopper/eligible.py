@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernels take, and for which of these they are faster.
+"""Which calls the Hopper kernels support, and for which of them they are faster.
 
 They take dot products of half precision without links or dropout. A table is taken by the pass over
 keys if it has all pairs. Whether a kernel works on this machine is for check.py to say.
@@ -38,7 +38,7 @@ TO_KEYS = (64, 128, 8, 4)
 
 
 def forwards(p: Plan) -> bool:
-    """Whether the forward takes this call."""
+    """Whether the forward supports this call."""
     c, (q0, _, k0, columns, v, _) = p.constants, p.aligned
     # The rows of `low` are bytes, and TMA needs multiples of 16.
     alike = c["E0"] == c["V"] in FORWARDS and c["E1"] == 0 and p.widths[2] % 16 == 0
@@ -49,7 +49,7 @@ def forwards(p: Plan) -> bool:
 
 
 def takes(p: Plan, grad: Tensor, banded: bool = False) -> bool:
-    """Whether the pass over keys takes this call; `banded`: with a table of all pairs."""
+    """Whether the pass over keys supports this call; `banded`: with a table of all pairs."""
     c, (q0, q1, k0, k1, v, _) = p.constants, p.aligned
     two = c["E1"] > 0
     plain = not (c["LINK0"] or c["HAS_ROW0"] or c["DROPOUT"]) and (c["CLIP"] < 0 or banded)
@@ -71,19 +71,19 @@ def stores(p: Plan, grad: Tensor) -> bool:
 
 
 def share(p: Plan) -> int:
-    """How many heads are stored at a time; 0 where they would leave half of the GPU idle."""
+    """How many heads are stored at a time; 0 if they would leave half of the GPU idle."""
     batch, heads, _ = p.static.shape
     blocks, total = aligned(p.num_keys) // (2 * GROUP), batch * heads
     most = PAIRS // (aligned(p.num_keys) * stored_queries(p))
     if most >= total:
         return total
-    # In equal shares.
+    # Rounds of equal size.
     count = -(-total // -(-total // most)) if most else 0
     return count if count * blocks >= LEAST * processors(p.device) else 0
 
 
 def sums(p: Plan, grad: Tensor) -> bool:
-    """Whether the pass over keys can sum up the gradients of queries, too."""
+    """Whether the pass over keys can sum the gradients of queries, too."""
     c = p.constants
     sized = c["E0"] == c["V"] == SUMMED and c["E1"] == 0 and len(p.static.filter) == 1
     # A scale of each query needs numbers per key as columns of a product, and a bound for them.
@@ -100,7 +100,7 @@ def can_add() -> bool:
 
 
 def pays_to_sum(p: Plan) -> bool:
-    """Whether queries see enough keys for that."""
+    """Whether queries see enough keys for that to pay."""
     causal = p.static.filter[0][0]
     seen = min(window(p), p.num_keys - causal * p.static.shape[2] / 2)
     return seen >= MANY_KEYS
@@ -134,7 +134,7 @@ def window(p: Plan) -> float:
 
 
 def stored_queries(p: Plan) -> int:
-    """How many queries may see one of a program's keys, from block to block."""
+    """How many queries, in whole blocks, may see one of a program's keys."""
     whole = aligned(p.static.shape[2])
     # A window that is no multiple of a block may reach into one block more.
     seen = window(p) + 2 * GROUP

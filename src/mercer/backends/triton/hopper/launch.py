@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels: warp-specialised, fed by TMA, multiplying with WGMMA.
+"""Launches of the Hopper kernels: warp-specialised, with TMA and WGMMA.
 
 They give what the portable kernels give, sooner. eligible.py says for which calls.
 """
@@ -37,7 +37,7 @@ CACHED = 2**25
 
 
 def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: Tensor) -> None:
-    """out, what rounding took from it where there is room for that, and log_mass."""
+    """out, its rounding error if `low` has room for it, and log_mass."""
     c, keeps = p.constants, low.numel() > 0
     batch, heads, num_queries = p.static.shape
     parts = batch * heads
@@ -118,7 +118,7 @@ def one_pass(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
     of_queries: tuple[Any, ...], made: tuple[Tensor, Tensor, Tensor], lse: bool,
 ) -> Tensor:  # fmt: skip
-    """All gradients; `rows` are formed here. Those of scales come back, where they are wanted."""
+    """All gradients; fills `rows`. Returns the gradients of scales if they are wanted."""
     from .kernels import dq_fixed_point
 
     c, slot = p.constants, p.static.slots[0]
@@ -135,7 +135,7 @@ def one_pass(
     flags = {"E0": c["E0"], "HAS_LSE": lse, "TOKENS": p.static.tokens}
     before = {
         "V": c["V"], "FILTER": c["FILTER"], "HAS_LOW": made[1].numel() > 0,
-        # Numbers per key that are norms, and nothing else, say how large keys are.
+        # If the numbers per key are just norms, they bound the size of keys.
         "NORMS": p.bounded, "EACH": each,
     }  # fmt: skip
     start(
@@ -210,7 +210,7 @@ def _keys(
     step = GROUP * (row + 4 * GROUP * banded + (8 + 2 * 16 if sides else 12))
     kept = 2 * GROUP * row
     blocks, parts, *_ = _order(p, heads)
-    # Where there is room, the next keys come while these are at work.
+    # If there is room, load the next keys during the work on these.
     buffers = 2 if (left - 2 * kept) // step >= 3 else 1
     constants = {name: c[name] for name in names} | {
         "NORM0": slot.norm, "WANT0": slot.wants, "SAVE_COL0": slot.saves, "PART": part,

@@ -1,4 +1,4 @@
-"""What portable code asks of the Hopper kernels. A function that gives None or False has done nothing.
+"""The interface of the Hopper kernels for portable code. None or False means: nothing was done.
 
 Then the portable kernels do the work. `outcome` is the portable code itself, for check.py.
 """
@@ -21,14 +21,17 @@ Made = tuple[Tensor, Tensor, Tensor]
 def forward(
     x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: Tensor, outcome: Outcome
 ) -> bool:
-    """out, what rounding took from it where there is room for that, and log_mass."""
+    """out, its rounding error if `low` has room for it, and log_mass."""
     if not (eligible.forwards(p) and allows("forward", x, p, outcome)):
         return False
     return completed("forward", p, launch.forward, x, p, ready, out, low, lse) is not None
 
 
 def way(x: Inputs, p: Plan, grad: Tensor, outcome: Outcome) -> str:
-    """How all gradients are formed: "sums" by `one_pass`, "stores" by `all_passes`, or "" elsewhere."""
+    """How gradients are formed: "sums" by `one_pass`, "stores" by `all_passes`, "" by neither."""
+    if p.static.sums_again:
+        # Only the portable pass over queries does.
+        return ""
     if eligible.sums(p, grad):
         # Asked after `sums`, which takes one clause of a filter only.
         pays = checking() is not None or eligible.pays_to_sum(p)
@@ -43,7 +46,7 @@ def one_pass(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
     of_queries: tuple[Any, ...], made: Made, lse: bool,
 ) -> list[Tensor] | None:  # fmt: skip
-    """All gradients; `rows` are formed here. Gradients of scales come back."""
+    """All gradients; fills `rows`. Returns the gradients of scales."""
     given = x, p, ready, rows, of_keys, of_queries, made, lse
     return completed("sums", p, launch.one_pass, *given)
 

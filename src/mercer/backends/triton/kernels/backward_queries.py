@@ -39,18 +39,19 @@ from .visibility import _cut, _key_range, _visible
 @triton.jit
 def _queries_span(
     dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, start, stop, q0, q1, grad, scale0,
-    scale1, row0, row1, half, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, band, tiles, dband, begin, lengths, ids,
+    scale1, row0, row1, half0, half1, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, band, tiles, dband, begin, lengths, ids,
     i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
     svb, svt, stride_ids, stb, width, e0, e1, dv,
     SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, TABLE: tl.constexpr,
     BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
-    STEADY: tl.constexpr, EVENED: tl.constexpr,
+    STEADY0: tl.constexpr, STEADY1: tl.constexpr, EVENED: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
 
-    STEADY: `inner` and `later` are sum_j P g and sum_j dP/ds x, for x = s / scale. EVENED: so is `inner`.
+    STEADY0, STEADY1: `inner` is sum_j P g, and `later` or `earlier` is sum_j dP/ds x of that slot,
+    for x = s / scale. EVENED: dr0 (1) or dr1 (2) is sum_j P g, also without numbers per query.
     """
     CHECK: tl.constexpr = MASK or not EVEN
     # The gradient of a scale of each query needs the numbers per key.
@@ -115,14 +116,13 @@ def _queries_span(
             g = tl.where(seen, g, 0.0)
         u0 = g * pull0
         dq0 = tl.dot(u0.to(kb0.dtype), kb0, dq0, input_precision=PRECISION)
-        if SLOT0.row:
+        if SLOT0.row or EVENED == 1:
             dr0 += tl.sum(u0, 1)
-        if EVENED:
+        if STEADY0 or STEADY1:
             inner += tl.sum(g * p, 1)
-        if STEADY:
-            x = t0 + half[:, None]
+        if STEADY0:
+            x = t0 + half0[:, None]
             ds0 += tl.sum(u0 * x, 1)
-            inner += tl.sum(g * p, 1)
             later += tl.sum(pull0 * x, 1)
         elif SLOT0.wants and SLOT0.link != IDENTITY:
             ds0 += tl.sum(u0 * t0, 1)
@@ -135,9 +135,13 @@ def _queries_span(
             if not SAME:
                 u1 = g * pull1
             dq1 = tl.dot(u1.to(kb1.dtype), kb1, dq1, input_precision=PRECISION)
-            if SLOT1.row:
+            if SLOT1.row or EVENED == 2:
                 dr1 += tl.sum(u1, 1)
-            if SLOT1.wants and SLOT1.link != IDENTITY:
+            if STEADY1:
+                x = t1 + half1[:, None]
+                ds1 += tl.sum(u1 * x, 1)
+                earlier += tl.sum(pull1 * x, 1)
+            elif SLOT1.wants and SLOT1.link != IDENTITY:
                 ds1 += tl.sum(u1 * t1, 1)
             elif SLOT1.wants and SLOT1.col and SLOT1.mode == 2:
                 ds1 += tl.sum(u1 * (c1 - ref1), 1)
@@ -262,24 +266,28 @@ def backward_queries(
             dband = DBAND + line * width
         begin = tl.multiple_of(_band_start(block * BM, place, num_keys, width, TABLE.clip), 16)
         far = tl.load(band + n.to(tl.int64) * width, mask=inside, other=0.0).to(tl.float32)
-    # In the gradient of a link's scale large sums cancel. Weights were rounded for O, so <dO, O> is
-    # not exactly sum_j P dP. The difference is subtracted.
-    STEADY: tl.constexpr = (
-        SLOT0.wants
-        and SLOT0.link != IDENTITY
-        and FORM != POLY
-        and SLOT1.width == 0
-        and TABLE.clip < 0
+    # Weights were rounded for O, so <dO, O> is not exactly sum_j P dP. In the gradient of a link's scale
+    # large sums cancel, so the difference is subtracted.
+    STEADY0: tl.constexpr = (
+        SLOT0.wants and SLOT0.link != IDENTITY and FORM != POLY and TABLE.clip < 0
     )
-    # They cancel also for a far key, if each query has its own scale. In float32 that must be exact, so
-    # the pass over keys gets sum_j P dP itself.
+    STEADY1: tl.constexpr = (
+        SLOT1.width > 0 and SLOT1.wants and SLOT1.link != IDENTITY and TABLE.clip < 0
+    )
+    # Large sums cancel also in the gradient of numbers per key, as of places times a slope. So do those
+    # of a far key, if each query has its own scale; in float32 that must be exact. Then the pass over
+    # keys gets sum_j P dP itself.
     EACH: tl.constexpr = (
         SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY and TABLE.clip < 0
     )
-    EVENED: tl.constexpr = EACH and PRECISION == "ieee"
-    half = none
-    if STEADY and SLOT0.norm:
-        half = -0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
+    FIRST_SUM: tl.constexpr = SLOT0.saves or (EACH and PRECISION == "ieee")
+    SECOND_SUM: tl.constexpr = SLOT1.width > 0 and SLOT1.saves
+    EVENED: tl.constexpr = 1 if FIRST_SUM else 2 if SECOND_SUM else 0
+    half0, half1 = none, none
+    if STEADY0 and SLOT0.norm:
+        half0 = -0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
+    if STEADY1 and SLOT1.norm:
+        half1 = -0.5 * tl.sum(q1.to(tl.float32) * q1.to(tl.float32), 1)
     ref0 = _reference(col0, SLOT0.wants and SLOT0.col and SLOT0.link == IDENTITY and SLOT0.mode > 0)
     ref1 = _reference(col1, SLOT1.wants and SLOT1.col and SLOT1.link == IDENTITY and SLOT1.mode > 0)
     dcs = tl.zeros((BM, COLUMNS), tl.float32)
@@ -306,20 +314,21 @@ def backward_queries(
         if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
             dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs = _queries_span(
                 dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, first_key, last_key, q0, q1,
-                grad, scale0, scale1, row0, row1, half, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
+                grad, scale0, scale1, row0, row1, half0, half1, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
                 k0, k1, v, col0, col1, band, TILES, dband, begin, LENGTHS, IDS, i, n, b, bh, h, h0, h1,
                 hv, block * BM, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
                 svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, TABLE,
                 _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,
                 _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
-                DROPOUT, PRECISION, BN, BM, SPREAD, TMA, STEADY, EVENED,
+                DROPOUT, PRECISION, BN, BM, SPREAD, TMA, STEADY0, STEADY1, EVENED,
             )  # fmt: skip
     # The common change of all weights of a row.
     moved = none
     if HAS_LSE:
         moved = tl.load(GRAD_LSE + line + n, mask=inside & (lse2 < float("inf")), other=0.0)
-    if EVENED:
-        tl.store(DELTA + line + n, delta + (inner - moved), mask=inside)
+    if EVENED > 0:
+        excess = (dr0 if EVENED == 1 else dr1) - moved
+        tl.store(DELTA + line + n, delta + excess, mask=inside)
     if SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY and SPREAD:
         ds0 += _of_columns(dcs, ref0)
     sums = line + bh.to(tl.int64) * num_keys
@@ -333,16 +342,18 @@ def backward_queries(
             e0, SLOT0.width, 2, SLOT0.link, False, False, False, False,
         )  # fmt: skip
     else:
-        if STEADY:
+        if STEADY0:
             ds0 -= (inner - tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)) * later
         _store_queries(
             dq0, ds0, dr0, q0, row0, scale0, ref0 * moved, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, SLOT0.width,
-            SLOT0.mode, SLOT0.link, SLOT0.norm, SLOT0.row, SLOT0.wants, STEADY,
+            SLOT0.mode, SLOT0.link, SLOT0.norm, SLOT0.row, SLOT0.wants, STEADY0,
         )  # fmt: skip
     if SLOT1.width > 0:
+        if STEADY1:
+            ds1 -= (inner - tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)) * earlier
         _store_queries(
             dq1, ds1, dr1, q1, row1, scale1, ref1 * moved, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, SLOT1.width,
-            SLOT1.mode, SLOT1.link, SLOT1.norm, SLOT1.row, SLOT1.wants, False,
+            SLOT1.mode, SLOT1.link, SLOT1.norm, SLOT1.row, SLOT1.wants, STEADY1,
         )  # fmt: skip
     if TABLE.clip >= 0:
         # The gradients of a row's scores sum up to dlog_mass, so the pairs beyond the reach have the rest.
