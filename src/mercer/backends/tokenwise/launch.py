@@ -1,6 +1,6 @@
 """The passes around flash attention as Triton kernels: plain.py has the same functions.
 
-The kernels are in kernels.py. Its letters are used here: T places, H heads, P cut kernels, S taps.
+The kernels are in kernels/convolved.py. Its letters are used here: T places, H heads, P cut kernels, S taps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def start(
     numbers: tuple[int | float, ...],
 ) -> None:  # fmt: skip
     """Start the kernel of this name."""
-    from . import kernels
+    from .kernels import convolved
 
     options = {"num_warps": SIZES.get(name, (0, 4))[1]}
-    launch.start(getattr(kernels, name), (*grid, 1), constants, tensors, numbers, options)
+    launch.start(getattr(convolved, name), (*grid, 1), constants, tensors, numbers, options)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -81,15 +81,8 @@ def _rate(call: Call) -> float:
 
 
 def kernels(pair: Pair, call: Call, wide: torch.dtype) -> Pair:
-    keys, values = (None if x is None else _by_rows(x) for x in pair)
-    if keys is not None and values is not None and _kind(keys) == _kind(values):
-        return _kernels(keys, values, call, wide)
-    first = None if keys is None else _kernels(keys, keys, call, wide)[0]
-    return first, None if values is None else _kernels(values, values, call, wide)[0]
-
-
-def _kind(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.shape, x.stride()
+    keys, values = (None if taps is None else _kernels(taps, call, wide) for taps in pair)
+    return keys, values
 
 
 def _by_rows(taps: Tensor) -> Tensor:
@@ -101,51 +94,37 @@ def _by_rows(taps: Tensor) -> Tensor:
     return taps if even and (size == 1 or taps.stride(3) == 1) else taps.contiguous()
 
 
-def _kernels(taps: Tensor, other: Tensor, call: Call, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One launch for one target, or for two with the same layout."""
-    shape, two = (*taps.shape[:3], 1 + call.cut, taps.shape[-1]), other is not taps
-    out = taps.new_empty(shape, dtype=wide)
-    more = taps.new_empty(shape, dtype=wide) if two else out
+def _kernels(taps: Tensor, call: Call, wide: torch.dtype) -> Tensor:
+    taps = _by_rows(taps)
+    out = taps.new_empty((*taps.shape[:3], 1 + call.cut, taps.shape[-1]), dtype=wide)
     count = taps.numel() // taps.shape[-1]
     start(
-        "kernels", (-(-count // TAP_ROWS), 1 + two), _taps(taps, call) | {"BM": TAP_ROWS},
-        (taps, other, out, more),
+        "kernels", (-(-count // TAP_ROWS), 1), _taps(taps, call) | {"BM": TAP_ROWS}, (taps, out),
         (count, taps.shape[2], taps.stride(1), taps.stride(2), _rate(call)),
     )  # fmt: skip
-    return out, more
+    return out
 
 
 def kernels_backward(grads: Pair, kernels: Pair, pair: Pair, call: Call) -> Pair:
     """`grads` have all heads, [B, T, H, 1 + P, S]; summed here over heads that share taps."""
     keys, values = (
-        None if d is None or w is None or u is None else (d, w, u)
+        None if d is None or w is None or u is None else _kernels_backward(d, w, u, call)
         for d, w, u in zip(grads, kernels, pair, strict=True)
     )
-    if keys is not None and values is not None:
-        taps, more = keys[2], values[2]
-        if taps.shape == more.shape and taps.dtype == more.dtype:
-            return _kernels_backward(keys, values, call)
-    first = None if keys is None else _kernels_backward(keys, keys, call)[0]
-    return first, None if values is None else _kernels_backward(values, values, call)[0]
+    return keys, values
 
 
-Learned = tuple[Tensor, Tensor, Tensor]  # the gradient of kernels, the kernels, and their taps
-
-
-def _kernels_backward(one: Learned, other: Learned, call: Call) -> tuple[Tensor, Tensor]:
-    (grad, kernel, taps), two = one, other is not one
+def _kernels_backward(grad: Tensor, kernel: Tensor, taps: Tensor, call: Call) -> Tensor:
     out = taps.new_empty(taps.shape)
-    more = taps.new_empty(taps.shape) if two else out
     count, tap_heads = taps.numel() // taps.shape[-1], taps.shape[2]
     heads = grad.shape[2] // tap_heads
     constants = _taps(taps, call) | {"HP": 1 << (heads - 1).bit_length()}
     rows = min(TAP_ROWS, max(1, HEAD_SUMS // (constants["HP"] * constants["SP"])))
     start(
-        "kernels_backward", (-(-count // rows), 1 + two), constants | {"BM": rows},
-        (grad, other[0], kernel, other[1], out, more),
+        "kernels_backward", (-(-count // rows), 1), constants | {"BM": rows}, (grad, kernel, out),
         (count, heads, tap_heads, taps.shape[1], _rate(call)),
     )  # fmt: skip
-    return out, more
+    return out
 
 
 def convolve(
