@@ -16,9 +16,9 @@ import torch
 import mercer as mc
 from mercer import backends
 from mercer.backends.tokenwise import lookup
-from mercer.backends.triton import numbers
+from mercer.backends.triton import layout, numbers
 from mercer.backends.triton.backend import INSTALLED, INTERPRETED
-from mercer.backends.triton.hopper import eligible
+from mercer.backends.triton.hopper import eligible, launch
 from mercer.testing.compiling import compiled
 
 pytestmark = [
@@ -236,3 +236,14 @@ def test_no_kernel_is_left_out(capability):
         # Only a GPU with TMA stores the gradients of all pairs.
         expected = {x for x in expected if "hopper" not in x} - {"triton.deltas"}
     assert expected == known
+
+
+def test_descriptors_are_what_their_constructors_make():
+    x = torch.zeros(2, 3, 128, 64, dtype=torch.bfloat16)
+    given = x, list(x.shape), list(x.stride()), [1, 1, 64, 64]
+    portable, gluon = layout.tma_descriptor(x, 64, 64), launch._of(x)
+    for found, made in (
+        (portable, type(portable)(*given)),
+        (gluon, type(gluon)(*given, layout=gluon.layout)),
+    ):
+        assert {name: getattr(found, name) for name in vars(made)} == vars(made)

@@ -269,6 +269,7 @@ def test_gradients_of_queries_come_from_programs_of_either_size(name, monkeypatc
 def test_heads_take_turns_where_pairs_are_many(name, monkeypatch):
     got, *_ = run(name, torch.bfloat16, monkeypatch)
     monkeypatch.undo()
+    monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(eligible, "PAIRS", 3 * 384 * 384)
     monkeypatch.setattr(eligible, "LEAST", 0)
     in_turn, *_ = run(name, torch.bfloat16, monkeypatch)
@@ -320,6 +321,7 @@ def test_token_major_tensors_give_the_same(dim):
 
 @pytest.mark.parametrize("pairs", [384 * 384 - 1, 3 * 384 * 384])
 def test_pairs_of_too_few_heads_are_not_stored(pairs, monkeypatch):
+    monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(eligible, "PAIRS", pairs)
     monkeypatch.setattr(launch, "all_passes", None)
     got, other, _, ran = run("rbf", torch.bfloat16, monkeypatch)

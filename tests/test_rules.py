@@ -202,7 +202,9 @@ def test_families(monkeypatch):
     assert rules.family(CPU) == rules.family(torch.device("meta")) == "cpu"
     for capability, name in (((9, 0), "hopper"), ((8, 0), "cuda"), ((10, 0), "cuda")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        rules._family_of_capability.cache_clear()
         assert rules.family(torch.device("cuda")) == rules.family(torch.device("cuda:1")) == name
+    rules._family_of_capability.cache_clear()
 
 
 def test_explain_says_which_rule_decided():

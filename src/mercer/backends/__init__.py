@@ -41,7 +41,7 @@ class Backend(Protocol):
         """Results to mix: one for each term, or one for several terms."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Task:
     """One term to run: what every backend is given."""
 

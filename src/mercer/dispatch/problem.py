@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..term.layout import accumulator, repeat
 from .choose import NAMES
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Problem:
     """The checked arguments of a call."""
 
@@ -82,9 +83,14 @@ def prepare(
     check_options(filter, backend, dropout_p)
     q, k = _features("q", q), _features("k", k)
     v = _features("v", v).part("content")
-    _check_lengths_and_heads(q, k, v)
-    batch = _batch(q, k, v)
-    _check_devices(kernel, q, k, v)
+    if k.length != v.shape[2]:
+        raise ValueError(f"k and v must have one length, but k has {k.length} and v {v.shape[2]}")
+    parts, batch = (*q.tensors(), *k.tensors()), v.shape[0]
+    if any(x.shape[:2] != v.shape[:2] for x in parts):
+        _check_heads(q, k, v)
+        batch = _batch(q, k, v)
+    if any(x.device != v.device for x in (*parts, *_tensors_of(kernel))):
+        _refuse_devices(kernel, q, k, v)
     device = v.device.type
     if torch.is_autocast_enabled(device) and v.dtype != torch.float64:
         lower = torch.get_autocast_dtype(device)
@@ -142,12 +148,8 @@ def _named(q: Features, k: Features, v: Tensor) -> list[tuple[str, Tensor]]:
     return [*named, ("v", v)]
 
 
-def _check_lengths_and_heads(q: Features, k: Features, v: Tensor) -> None:
-    if k.length != v.shape[2]:
-        raise ValueError(f"k and v must have one length, but k has {k.length} and v {v.shape[2]}")
+def _check_heads(q: Features, k: Features, v: Tensor) -> None:
     heads = q.heads
-    if all(x.shape[1] == heads for x in (*q.tensors(), *k.tensors(), v)):
-        return
     for name, x in _named(q, k, v):
         count = x.shape[1]
         fits = count in (1, heads) if name.startswith("q") else count > 0 and heads % count == 0
@@ -160,8 +162,6 @@ def _check_lengths_and_heads(q: Features, k: Features, v: Tensor) -> None:
 
 
 def _batch(q: Features, k: Features, v: Tensor) -> int:
-    if all(x.shape[0] == v.shape[0] for x in (*q.tensors(), *k.tensors())):
-        return v.shape[0]
     sizes = {name: x.shape[0] for name, x in _named(q, k, v)}
     batch = v.shape[0] if v.shape[0] != 1 else next((n for n in sizes.values() if n != 1), 1)
     if any(size not in (1, batch) for size in sizes.values()):
@@ -169,15 +169,18 @@ def _batch(q: Features, k: Features, v: Tensor) -> int:
     return batch
 
 
-def _check_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> None:
-    tensors = (*q.tensors(), *k.tensors(), *kernel.parameters(), *kernel.buffers())
-    if all(x.device == v.device for x in tensors):
-        return
+def _tensors_of(kernel: Kernel) -> list[Tensor]:
+    """Its parameters and buffers. Torch's own generators take several times as long."""
+    modules = kernel.modules()
+    own = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]
+    return [x for x in own if x is not None]
+
+
+def _refuse_devices(kernel: Kernel, q: Features, k: Features, v: Tensor) -> NoReturn:
     devices = {name: str(x.device) for name, x in _named(q, k, v)}
     own = (*kernel.named_parameters(), *kernel.named_buffers())
     devices |= {f"kernel.{name}": str(x.device) for name, x in own}
-    if len(set(devices.values())) > 1:
-        raise ValueError(f"q, k, v and the kernel must be on one device, but are on {devices}")
+    raise ValueError(f"q, k, v and the kernel must be on one device, but are on {devices}")
 
 
 def _check_dtypes(q: Features, k: Features, v: Tensor) -> None:

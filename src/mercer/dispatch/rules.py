@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ FAMILIES = ("cpu", "hopper", "cuda")
 KINDS = ("plain", "keyed", "adaptive", "several", "table", "power", "link", "mixed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """The properties of a call that conditions of rules compare."""
 
     kind: str
@@ -103,6 +103,11 @@ def family(device: torch.device) -> str:
 
 @torch.compiler.assume_constant_result
 def _family_of_gpu(index: int) -> str:
+    return _family_of_capability(index)
+
+
+@lru_cache(maxsize=64)
+def _family_of_capability(index: int) -> str:
     major, _ = torch.cuda.get_device_capability(None if index < 0 else index)
     return "hopper" if major == 9 and torch.version.hip is None else "cuda"
 

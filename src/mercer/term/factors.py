@@ -235,11 +235,32 @@ class SlopeFactor(Factor):
     _row: Tensor | None
 
     def __init__(self, slope: Tensor, num_queries: int, num_keys: int) -> None:
-        self.q = slope.new_empty(1, slope.shape[0], num_queries, 0)
-        self.k = slope.new_empty(1, 1, num_keys, 0)
-        self.slope, self.scale, self.link = slope, slope.view(-1, 1, 1), None
-        self.col = places_from_end(num_keys, slope.device, slope.dtype)
-        self._row = None
+        self.num_queries, self.num_keys = num_queries, num_keys
+        self.slope, self.link, self._row = slope, None, None
+
+    @property
+    def width(self) -> int:
+        return 0
+
+    @property
+    def q(self) -> Tensor:  # type: ignore[override]
+        return self.slope.new_empty(1, self.slope.shape[0], self.num_queries, 0)
+
+    @property
+    def k(self) -> Tensor:  # type: ignore[override]
+        return self.slope.new_empty(1, 1, self.num_keys, 0)
+
+    @property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        return self.slope.view(-1, 1, 1)
+
+    @property
+    def keyed(self) -> bool:
+        return True
+
+    @property
+    def col(self) -> Tensor:  # type: ignore[override]
+        return places_from_end(self.num_keys, self.slope.device, self.slope.dtype)
 
     @property
     def has_row(self) -> bool:
@@ -253,18 +274,20 @@ class SlopeFactor(Factor):
     @property
     def row(self) -> Tensor:  # type: ignore[override]
         if self._row is None:
-            places = places_from_end(self.q.shape[2], self.q.device, self.q.dtype)
+            places = places_from_end(self.num_queries, self.slope.device, self.slope.dtype)
             self._row = -(self.slope.view(1, -1, 1) * places)
         return self._row
 
 
-def places_from_end(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The places 1 - T to 0, counted from the last one, [1, 1, T]."""
+def places_from_end(
+    length: int, device: torch.device, dtype: torch.dtype, unit: float = 1.0
+) -> Tensor:
+    """The places 1 - T to 0, counted from the last one in a unit, [1, 1, T]."""
 
     def make() -> Tensor:
-        return torch.arange(1 - length, 1, device=device, dtype=dtype)[None, None]
+        return torch.arange(1 - length, 1, device=device, dtype=dtype)[None, None] / unit
 
-    return constant(("places from end", length, dtype), device, make)
+    return constant(("places from end", length, dtype, unit), device, make)
 
 
 def half_norm(x: Tensor) -> Tensor:

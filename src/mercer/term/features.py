@@ -20,10 +20,12 @@ class Features:
             _check_part(name, part)
         lengths = [part.shape[2] for part in parts.values()]
         # Not a set: torch.compile makes constants of numbers in a set.
-        if any(length != lengths[0] for length in lengths):
+        if len(lengths) > 1 and any(length != lengths[0] for length in lengths):
             found = dict(zip(parts, lengths, strict=True))
             raise ValueError(f"the parts of Features must have one length, got {found}")
         self._parts = parts
+        self.length = lengths[0]
+        self.heads = max([part.shape[1] for part in parts.values()])
 
     @staticmethod
     def of(x: Features | Tensor) -> Features:
@@ -47,14 +49,6 @@ class Features:
 
     def items(self) -> list[tuple[str, Tensor]]:
         return list(self._parts.items())
-
-    @property
-    def length(self) -> int:
-        return self.tensors()[0].shape[2]
-
-    @property
-    def heads(self) -> int:
-        return max(part.shape[1] for part in self.tensors())
 
     def repeat_heads(self, heads: int) -> Features:
         """All heads, with grouped ones repeated."""

@@ -19,9 +19,16 @@ class Learned(NamedTuple):
     col: bool
 
 
+UNLEARNED = Learned(q=False, k=False, scale=False, row=False, col=False)
+
+
 def needs_gradient(*parts: object) -> bool:
     """Whether gradients are on and one of them is a tensor that needs a gradient."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in parts)
+    if torch.is_grad_enabled():
+        for x in parts:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def derives(trains: bool) -> bool:

@@ -73,6 +73,8 @@ class Term:
 
     def resolve(self, num_queries: int, num_keys: int, *, causal: bool) -> Term:
         """The same weights with at most one bias: slopes become columns or join one table."""
+        if not self.biases:
+            return self
         factors = list(self.factors)
         tables: list[Relative] = []
         for bias in self.biases:

@@ -30,8 +30,9 @@ class Launch:
     grid: tuple[int, int, int]
     constants: dict[str, Any]
     options: dict[str, int]
-    # What Triton compiled; None before the first start.
+    # What Triton compiled, and the same with its grid; None before the first start.
     compiled: Any = None
+    runner: Any = None
     # Whether L1 gets all that the kernel does not need as shared memory: spilled registers go to L1.
     reserve_l1: bool = False
     # Whether the compiled kernel takes arguments directly.
@@ -53,6 +54,7 @@ class Launch:
     ) -> None:
         if self.compiled is None:
             self.compiled = self._ordinary(tensors, numbers)
+            self.runner = self.compiled[self.grid]
             if self.reserve_l1:
                 _reserve_l1(self.compiled, device)
         elif not (self.direct and self._directly(tensors, numbers)):
@@ -69,7 +71,7 @@ class Launch:
         """
         addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
         try:
-            self.compiled[self.grid](*addresses, *numbers, *self.constants.values())
+            self.runner(*addresses, *numbers, *self.constants.values())
         except (AttributeError, TypeError, ValueError):
             # Wrong arguments raise before anything is launched.
             self.direct = False

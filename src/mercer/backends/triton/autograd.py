@@ -61,13 +61,14 @@ def _start(
     inputs = Inputs.of(rest[3:], Bias(*rest[:3]), lengths, ids, seed)
     scales = [] if static.steer is None else [steering.scaled(static.steer, inputs, rest[-1])]
     out, lse, low, ready = run.forward(inputs, static)
-    return [out, lse, low, *ready._replace(band=tables.kept(ready.band)), *scales]
+    *numbers, band = ready
+    return [out, lse, low, *numbers, tables.kept(band), *scales]
 
 
 def _back(
     static: Static, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
     low: Tensor, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor | None]:  # fmt: skip
     """The gradients of tensors and bias; `rest` has the forward's results and inputs."""
     count, steer = len(Numbers._fields), static.steer
     ready, rest = Numbers(*rest[:count]), rest[count:]
@@ -79,13 +80,15 @@ def _back(
     if steer is not None:
         log, inputs.scale[steer.slot] = inputs.scale[steer.slot], scale
     band = tables.again(ready.band, bias, static, inputs.v)
+    if band is not ready.band:
+        ready = ready._replace(band=band)
     grads = run.backward(grad_out, grad_lse, out, lse, low, inputs, static, band, ready)
     if log is not None:
         steering.pass_on(static, grads, inputs.q, rest[-1], log)
     return grads
 
 
-def _slots_of(grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _slots_of(grads: list[Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of a bias in its order: a table's, or those of queries and rows."""
     if len(grads) == 2:
         return None, grads[0], grads[1]
@@ -107,7 +110,8 @@ def fused(
 def _(tensors: list[Tensor], table: Tensor | None, asking: Tensor | None, rows: Tensor | None,
       lengths: Any, ids: Any, seed: Any, static: str, sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    known, v = parse(static, sizes), Inputs.of(tuple(tensors), Bias(), None, None, None).v
+    known = parse(static, sizes)
+    v = tensors[2 * len(known.slots)]
     out = empty(v, *known.shape, v.shape[-1], known.tokens)
     lse = v.new_empty(known.shape, dtype=torch.float32)
     low = run.empty_low(out, run.keeps_low(known, v))
@@ -129,7 +133,10 @@ def fused_backward(
     inputs = Inputs.of(tuple(tensors), bias, lengths, ids, seed)
     # Of `Numbers` only the band was kept.
     band = tables.again(band, bias, known, inputs.v)
-    return run.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
+    grads = run.backward(grad_out, grad_lse, out, lse, low, inputs, known, band)
+    given = [x for x in (*tensors, table, asking, rows) if x is not None]
+    # An operator returns tensors.
+    return [torch.zeros_like(x) if y is None else y for x, y in zip(given, grads, strict=True)]
 
 
 @fake(fused_backward)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...term.biases import QueryTable
 from ...term.factors import BEND, DistanceFactor, Factor, LogScale, QueryBandwidthFactor
 from ...term.layout import repeat
+from ...term.learned import UNLEARNED
 from ...term.links import Link, Matern12, Matern32, Matern52, Power, Rational
 from ...term.mix import Smoothed
 from .. import Task
@@ -171,9 +172,10 @@ def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
         rows.append(row)
         cols.append(col)
         link, param = (0, 0.0) if f.link is None else _code(f.link)
-        wants, keys = learns and f.learned.scale, learns and f.learned.k
+        learned = f.learned if learns else UNLEARNED
         saves = learns and col.requires_grad
         unit = isinstance(f, AsGiven)
+        wants, keys = learned.scale, learned.k
         facts.append(Slot(link, param, mode, number, norm, wants, saves, log, keys, unit))
     bias, clip = _bias(task, shape, one_sided(rule.cases))
     q = [_of_all_heads(f.q.to(dtype), task.heads) for f in slots]

@@ -70,10 +70,20 @@ def tma_readable(x: Tensor) -> bool:
 
 def tma_descriptor(x: Tensor, rows: int, width: int) -> Any:
     """A TMA descriptor of x in blocks of [rows, width]. `tma_readable` holds for x."""
+    return described(_descriptor(), x, rows, width)
+
+
+def described(cls: Any, x: Tensor, rows: int, width: int) -> Any:
+    """A descriptor of a class of Triton's; one of Gluon needs a layout, too."""
     shape, (b, h, t, _) = list(x.shape), x.stride()
+    found = object.__new__(cls)
+    # The constructor only checks, and takes longer than all this. `tma_readable` has checked.
+    found.base, found.shape, found.block_shape = x, shape, [1, 1, rows, width]
     # The stride of a dimension of 1 is never used, but must be divisible by 16 bytes.
-    strides = [b if shape[0] > 1 else 16, h if shape[1] > 1 else 16, t if shape[2] > 1 else 16, 1]
-    return _descriptor()(x, shape, strides, [1, 1, rows, width])
+    found.strides = [
+        b if shape[0] > 1 else 16, h if shape[1] > 1 else 16, t if shape[2] > 1 else 16, 1
+    ]  # fmt: skip
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -61,7 +61,7 @@ def _norms(
 
     `spread_for`: the MODE of the scale for which the same is also returned as columns.
     """
-    from .kernels import norms
+    from .kernels.norms import half_norms
 
     split = spread_for is not None
     out = x.new_empty(shape, dtype=torch.float32)
@@ -69,7 +69,7 @@ def _norms(
     width = x.shape[-1]
     mode, number, log = (0, 1.0, NO_LOG) if slot is None else (slot.mode, slot.number, slot.log)
     start(
-        norms.half_norms, (-(-shape[2] // 32), shape[0] * shape[1], 1),
+        half_norms, (-(-shape[2] // 32), shape[0] * shape[1], 1),
         {"WIDTH": next_power_of_two(width), "MODE": mode, "LOG": log, "BM": 32, "SPLIT": split,
          "FOR": spread_for or 0},
         (x, scale, out, out if columns is None else columns),

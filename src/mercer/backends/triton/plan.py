@@ -27,7 +27,7 @@ class Bias(NamedTuple):
     rows: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Inputs:
     """The tensors of one call, in lists with one entry for each slot."""
 
@@ -47,18 +47,17 @@ class Inputs:
         cls, tensors: tuple[Tensor, ...], bias: Bias, lengths: Tensor | None, ids: Tensor | None,
         seed: Tensor | None,
     ) -> Inputs:  # fmt: skip
-        """From q, k, v, scale, row and col one after the other."""
-        n = len(tensors) // 5
-        q, k, rest = tensors[:n], tensors[n : 2 * n], tensors[2 * n + 1 :]
-        scale, row, col = (list(rest[m * n : (m + 1) * n]) for m in range(3))
-        return cls(list(q), list(k), tensors[2 * n], scale, row, col, bias, lengths, ids, seed)
+        """From q, k, v, scale, row and col one after the other.
 
-    def readable(self) -> Inputs:
-        """With features side by side in memory, and the small tensors contiguous."""
-        q, k = [readable_rows(x) for x in self.q], [readable_rows(x) for x in self.k]
-        scale, row = ([x.contiguous() for x in xs] for xs in (self.scale, self.row))
-        v = readable_rows(self.v)
-        return Inputs(q, k, v, scale, row, self.col, self.bias, self.lengths, self.ids, self.seed)
+        Features are made to lie side by side in memory, and small tensors contiguous.
+        """
+        n = len(tensors) // 5
+        features = [readable_rows(x) for x in tensors[: 2 * n + 1]]
+        small = [x.contiguous() for x in tensors[2 * n + 1 : 4 * n + 1]]
+        return cls(
+            features[:n], features[n : 2 * n], features[2 * n], small[:n], small[n:],
+            list(tensors[4 * n + 1 : 5 * n + 1]), bias, lengths, ids, seed,
+        )  # fmt: skip
 
 
 class Numbers(NamedTuple):
@@ -130,13 +129,13 @@ def plan(x: Inputs, static: Static, ready: Numbers) -> Plan:
     """The plan of a call; those with the same shapes share one."""
     read = (*x.q, *x.k, x.v, ready.columns, ready.col0, ready.col1)
     options = [y for y in (ready.band, x.lengths, x.ids) if y is not None]
-    key = (
-        static, x.v.dtype, x.v.device, *(y.shape for y in read), *(y.stride() for y in read),
-        x.lengths is None, *((y.dtype, y.shape, y.stride()) for y in options),
-        *(y.numel() for y in (*x.scale, *x.col)),
-        # Triton and TMA tell apart addresses that are divisible by 16 and others.
-        *(y.data_ptr() % 16 for y in (*read, *x.scale, *x.row, *options)),
-    )  # fmt: skip
+    parts: list[Any] = [static, x.v.device, x.lengths is None]
+    # Triton and TMA tell apart addresses that are divisible by 16 and others.
+    for y in (*read, *options):
+        parts += (y.dtype, y.shape, y.stride(), y.data_ptr() % 16)
+    for y in (*x.scale, *x.row, *x.col):
+        parts += (y.numel(), y.data_ptr() % 16)
+    key = tuple(parts)
     found = _plans.get(key)
     if found is None:
         if len(_plans) > 4096:

@@ -30,11 +30,6 @@ def of_all(scales: Tensor, given: Tensor) -> Tensor:
     return scales if given.numel() > 1 else scales.sum(0, keepdim=True)
 
 
-def zeros(given: Tensor) -> Tensor:
-    """A gradient of zero. An empty tensor starts no kernel."""
-    return torch.zeros_like(given) if given.numel() else given.new_empty(given.shape)
-
-
 def reduced(grad: Tensor, given: Tensor) -> Tensor:
     """The gradient, summed over the heads and sequences that share the tensor."""
     if given.shape[:2] == grad.shape[:2]:

@@ -26,7 +26,7 @@ from .layout import (
 )
 from .numbers import prepare
 from .plan import Inputs, Numbers, Plan, Rows, counters, key_parts, plan, stores, within_reach
-from .reductions import of_all, reduced, to_scales, zeros
+from .reductions import of_all, reduced, to_scales
 from .select import forward_launch, keys_launch, queries_launch
 from .static import Static, are_few
 
@@ -72,7 +72,6 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
 
 def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """(out, log_mass without the rows of plain factors, rounding error of out, numbers)."""
-    x = x.readable()
     v = x.v
     if are_few(static.shape[2], v.shape[2]) and not static.trains:
         return _few(x, static)
@@ -139,8 +138,6 @@ def forward_of(
 
     `parts`: the number of parts of the keys for few queries.
     """
-    from .kernels import forward as forward_kernels
-
     static, v = p.static, x.v
     batch, heads, num_queries = static.shape
     out = empty(v, *static.shape, v.shape[-1], static.tokens)
@@ -155,9 +152,11 @@ def forward_of(
     launch = forward_launch(p, parts=parts, inside=inside, low=low.numel() > 0)
     launch((*_tensors(x, ready, p, launch, "forward"), *targets), p.numbers(x.seed))
     if parts > 1:
+        from .kernels.forward import merge
+
         rows = batch * heads * num_queries
         start(
-            forward_kernels.merge, (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
+            merge, (rows, 1, 1), {"PARTS": 1 << (parts - 1).bit_length(), "V": p.constants["V"]},
             (targets[0], targets[2], out, lse), (rows, parts, v.shape[-1]),
         )  # fmt: skip
     return out, low, lse
@@ -171,7 +170,9 @@ def keeps_low(static: Static, v: Tensor) -> bool:
 
 def empty_low(out: Tensor, keeps: bool) -> Tensor:
     """An empty tensor for an output's rounding error: eight bits per number."""
-    return torch.empty_like(out if keeps else out.new_empty(0), dtype=torch.int8)
+    if not keeps:
+        return out.new_empty(0, dtype=torch.int8)
+    return torch.empty_like(out, dtype=torch.int8)
 
 
 def _parts(p: Plan) -> int:
@@ -182,15 +183,15 @@ def _parts(p: Plan) -> int:
 
 
 def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, given: Inputs,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, low: Tensor, x: Inputs,
     static: Static, band: Tensor, ready: Numbers | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v, scale, row, col, and of the table or its queries and rows."""
-    from .kernels import norms
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of q, k, v, scale, row, col, and of the table or its queries and rows.
 
-    x = given.readable()
+    What needs none has None.
+    """
     v = x.v
-    ready = prepare(x, static, band) if ready is None else ready._replace(band=band)
+    ready = prepare(x, static, band) if ready is None else ready
     p = _plan_of(x, static, ready)
     (batch, heads, num_queries), num_keys = static.shape, p.num_keys
     tokens = static.tokens
@@ -214,7 +215,7 @@ def backward(
         lse.new_empty(batch, heads, num_queries + num_keys) if slot.wants else none
         for slot in slots
     ]
-    drow = [torch.empty_like(y) for y in x.row]
+    drow = [torch.empty_like(y) if y.numel() else y for y in x.row]
     dcol = [lse.new_empty(batch, heads, num_keys) if slot.saves else none for slot in slots]
     dband = tables.empty_gradient(band, static, v) if static.clip >= 0 else (delta, delta)
     rows = Rows(grad_out, lse2, delta, grad_lse, counters(lse))
@@ -222,11 +223,13 @@ def backward(
     within = (dq, ds, drow, *dband)
     made = (out, low, lse)
     of_bias: list[Tensor] = []
-    banded = given.bias.rows is not None and stores(p)
+    banded = x.bias.rows is not None and stores(p)
     way = "" if TIER is None else TIER.way(x, p, grad_out, _outcome)
     if banded or way == "stores":
+        from .kernels.norms import deltas
+
         start(
-            norms.deltas, (-(-num_queries // 64), batch * heads, 1),
+            deltas, (-(-num_queries // 64), batch * heads, 1),
             {"WIDTH": next_power_of_two(width), "BM": 64, "HAS_LSE": given_lse, "HAS_LOW": low.numel() > 0,
              "TOKENS": tokens},
             (grad_out, grad_lse, out, low, lse, delta, lse2, rows.counters),
@@ -242,27 +245,27 @@ def backward(
     done = stored or scales is not None
     if banded and not done:
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
-        of_bias = tables.gradients(dband, given.bias, static, v, (x.k[0], dq[0]))
+        of_bias = tables.gradients(dband, x.bias, static, v, (x.k[0], dq[0]))
     elif not done:
         backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse)
-    dq = [reduced(y, to) for y, to in zip(dq, given.q, strict=True)]
-    dk = [
-        reduced(y, to) if slot.keys or not n else zeros(to)
-        for n, (y, to, slot) in enumerate(zip(dk, given.k, slots, strict=True))
-    ]
     scales = scales or [
         to_scales(y, to, slot, num_queries, alone)
-        for y, to, slot in zip(ds, given.scale, slots, strict=True)
-    ]
-    dscale = [
-        of_all(y, to) if y.numel() else zeros(to) for y, to in zip(scales, given.scale, strict=True)
-    ]
-    dcol = [
-        reduced(y, to) if y.numel() else zeros(to) for y, to in zip(dcol, given.col, strict=True)
+        for y, to, slot in zip(ds, x.scale, slots, strict=True)
     ]
     if static.clip >= 0 and not of_bias:
-        of_bias = tables.gradients(dband, given.bias, static, v)
-    return [*dq, *dk, reduced(dv, given.v), *dscale, *drow, *dcol, *of_bias]
+        of_bias = tables.gradients(dband, x.bias, static, v)
+    return [
+        *[reduced(y, to) for y, to in zip(dq, x.q, strict=True)],
+        *[
+            reduced(y, to) if slot.keys or not n else None
+            for n, (y, to, slot) in enumerate(zip(dk, x.k, slots, strict=True))
+        ],
+        reduced(dv, v),
+        *[of_all(y, to) if y.numel() else None for y, to in zip(scales, x.scale, strict=True)],
+        *[y if y.numel() else None for y in drow],
+        *[reduced(y, to) if y.numel() else None for y, to in zip(dcol, x.col, strict=True)],
+        *of_bias,
+    ]
 
 
 def backward_of(
@@ -315,4 +318,5 @@ def _outcome(x: Inputs, static: Static, backward_too: bool) -> list[Tensor]:
         return [out, lse]
     draw = torch.Generator(out.device).manual_seed(1)
     grad = torch.randn(out.shape, generator=draw, device=out.device).to(out.dtype)
-    return backward(grad, None, out, lse, low, x, static, ready.band, ready)
+    found = backward(grad, None, out, lse, low, x, static, ready.band, ready)
+    return [y for y in found if y is not None]

@@ -140,10 +140,10 @@ def _merged(factors: list[Factor], dtype: torch.dtype) -> Factor:
 
 def _joined(target: Factor, f: Factor) -> Factor:
     """The number per key of f as one of the target: scale_f col_f / scale_target."""
-    assert f.col is not None
     if isinstance(f, SlopeFactor) and not isinstance(target.scale, Tensor) and not target.keyed:
-        col = _slopes(f.k.shape[2], target.scale, f.slope)
+        col = _slopes(f.num_keys, target.scale, f.slope)
         return Factor(q=target.q, k=target.k, scale=target.scale, row=target.row, col=col)
+    assert f.col is not None
     col = f.col.float()
     for scale, divide in ((f.scale, False), (target.scale, True)):
         if isinstance(scale, Tensor):
@@ -163,4 +163,4 @@ def _joined(target: Factor, f: Factor) -> Factor:
 def _slopes(num_keys: int, scale: float, slope: Tensor) -> Tensor:
     """The numbers per key from slopes, in units of a scale, [1, H, K]."""
     slope = slope.float()
-    return places_from_end(num_keys, slope.device, slope.dtype) * (slope.view(1, -1, 1) / scale)
+    return places_from_end(num_keys, slope.device, slope.dtype, scale) * slope.view(1, -1, 1)

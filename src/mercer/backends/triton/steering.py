@@ -33,13 +33,13 @@ def scaled(steer: Steer, inputs: Inputs, w: Tensor) -> Tensor:
     return found
 
 
-def pass_on(static: Static, grads: list[Tensor], q: list[Tensor], w: Tensor, log: Tensor) -> None:
+def pass_on(static: Static, grads: list[Any], q: list[Tensor], w: Tensor, log: Tensor) -> None:
     """Pass the gradient of the scales on to the queries, the weights and the base."""
     assert static.steer is not None
     slot, bend, reach = static.steer
     at = 2 * len(q) + 1 + slot
     if not static.slots[slot].wants:
-        dw, dlog = torch.zeros_like(w), torch.zeros_like(log)
+        dw = dlog = None
     else:
         _, dw, dlog = _gradients(
             grads[at], q[slot], w.contiguous(), log.contiguous(), bend, reach, grads[slot]

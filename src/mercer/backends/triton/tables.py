@@ -47,10 +47,10 @@ def dtype_of(dtype: torch.dtype) -> torch.dtype:
 
 def form(bias: Bias, static: Static, v: Tensor) -> Tensor:
     """The band, [B or 1, H, Q, width], to the base 2; empty where there is no table."""
-    from .kernels import tables as kernels
-
     if static.clip < 0:
         return v.new_empty(0)
+    from .kernels import tables as kernels
+
     num_keys = v.shape[2]
     shape = shape_of(bias, static, num_keys)
     batch, heads, num_queries, width = shape

@@ -70,6 +70,7 @@ def stores(p: Plan, grad: Tensor) -> bool:
     return wide and not steered and takes(p, grad) and share(p) > 0
 
 
+@lru_cache(maxsize=1024)
 def share(p: Plan) -> int:
     """How many heads are stored at a time; 0 if they would leave half of the GPU idle."""
     batch, heads, _ = p.static.shape
@@ -115,6 +116,7 @@ def scale_by_keys(p: Plan, lse: bool) -> bool:
     return len(slots) == 1 and slots[0].wants and p.constants["MODE0"] == 1 and not lse
 
 
+@lru_cache(maxsize=1024)
 def reader_sizes(p: Plan) -> tuple[int, int, int, int]:
     """Block sizes of the kernel that forms dq from stored scores."""
     short = min(p.num_keys, window(p)) <= SHORT
@@ -126,6 +128,7 @@ def stored_together(p: Plan) -> int:
     return reader_sizes(p)[0] // GROUP
 
 
+@lru_cache(maxsize=1024)
 def window(p: Plan) -> float:
     """How many keys a filter shows to a query, at most."""
     ((causal, left, right, *_),) = p.static.filter
@@ -133,6 +136,7 @@ def window(p: Plan) -> float:
     return left + 1 + ahead if min(left, ahead) >= 0 else math.inf
 
 
+@lru_cache(maxsize=1024)
 def stored_queries(p: Plan) -> int:
     """How many queries, in whole blocks, may see one of a program's keys."""
     whole = aligned(p.static.shape[2])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...runtime.device import processors, shared_memory
 from ...runtime.launch import Launch, start
-from ..layout import next_power_of_two, tma_descriptor
+from ..layout import described, next_power_of_two, tma_descriptor
 from ..plan import Inputs, Numbers, Plan, Rows, key_parts
 from .eligible import (
     GROUP,
@@ -102,13 +102,14 @@ def all_passes(
             lengths,
             of_keys[0][1],
         )
+    common = p.numbers(x.seed)
     for offset in range(0, batch * heads, count):
         own = min(count, batch * heads - offset)
-        numbers = (*p.numbers(x.seed), offset)
         launch = _keys(
             p, 1 if two else 0, own, store=stored_together(p), by_keys=scale_by_keys(p, lse)
         )
-        launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
+        numbers = (*common, offset)
+        launch(tensors, (*common, *_order(p, own), offset))
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
@@ -227,6 +228,7 @@ def _keys(
     return found
 
 
+@lru_cache(maxsize=1024)
 def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, int]:
     """(blocks of keys, heads, heads at the end whose longest blocks come first).
 
@@ -271,9 +273,8 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
 def _of(x: Tensor, width: int = 0, bits: int = 16, swizzle: int = 128) -> Any:
     """A TMA descriptor of x, in blocks of 64 rows."""
     cls, layout = _descriptor(bits, swizzle)
-    found: Any = object.__new__(cls)
-    block = tma_descriptor(x, GROUP, width or next_power_of_two(x.shape[-1]))
-    found.__dict__.update(block.__dict__, layout=layout)
+    found = described(cls, x, GROUP, width or next_power_of_two(x.shape[-1]))
+    found.layout = layout
     return found
 
 
