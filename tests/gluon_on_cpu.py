@@ -9,7 +9,6 @@ seen.
 import builtins
 import importlib
 import inspect
-import math
 import queue
 import random
 import re
@@ -116,14 +115,6 @@ class Shared:
     def permute(self, order):
         return Shared(self.data.permute(order))
 
-    def reinterpret(self, dtype, shape, layout):
-        # What was there is lost.
-        size = math.prod(shape)
-        data = self.data.view(-1).view(dtype)[:size]
-        # Tests have fewer features than kernels take, and so less of it.
-        data = data if data.numel() == size else data.new_empty(size)
-        return Shared(data.view(shape).fill_(99))
-
     def load(self, layout):
         return self.data.clone()
 
@@ -143,50 +134,6 @@ def bits(x, dtype):
     if dtype is torch.uint32:
         return x.to(torch.int64) & (2**32 - 1)
     return (x if x.is_floating_point() else x.to(torch.int32)).view(dtype)
-
-
-def word(x):
-    """The last 32 bits of whole numbers, with a sign."""
-    return (x + 2**31) % 2**32 - 2**31
-
-
-def permuted(a, b, order):
-    """Select four of eight bytes: those of a, then those of b."""
-    found = 0
-    for n in range(4):
-        which = order >> 4 * n & 7
-        byte = torch.where(which < 4, a >> 8 * which, b >> 8 * (which % 4)) & 255
-        found = found | byte << 8 * n
-    return word(found)
-
-
-def words(code, given):
-    """The result of inline assembly per thread; threads are along the last axis."""
-    numbers = {f"${n}": torch.as_tensor(x).to(torch.int64) for n, x in enumerate(given, 1)}
-
-    def read(name):
-        return numbers[name] if name in numbers else torch.tensor(int(name, 0))
-
-    def rounded(a, b):
-        halves = (x.to(torch.int32).view(torch.float32).bfloat16() for x in (a, b))
-        high, low = (x.view(torch.int16).to(torch.int64) for x in halves)
-        return word((high << 16) + (low & 65535))
-
-    def swapped(x, distance, *_):
-        return x[..., torch.arange(x.shape[-1]) ^ distance]
-
-    known = {
-        "cvt.rn.bf16x2.f32": rounded, "prmt.b32": permuted, "shfl.sync.bfly.b32": swapped,
-        "and.b32": lambda a, b: word(a & b), "shl.b32": lambda a, b: word(a << b),
-        "sub.s32": lambda a, b: word(a - b), "add.s32": lambda a, b: word(a + b),
-        "min.s32": torch.minimum,
-    }  # fmt: skip
-    for line in code.strip("{ }").split(";"):
-        name, _, rest = line.strip().partition(" ")
-        if name and name != ".reg":
-            target, *operands = rest.split(", ")
-            numbers[target] = known[name](*map(read, operands))
-    return numbers["$0"].to(torch.int32)
 
 
 class Engine:
@@ -244,19 +191,8 @@ class Engine:
 
     def instruction(self, code, constraints, given, dtype, pure, pack):
         """Those that kernels have in so many words."""
-        if code.startswith("cvt.rni.s32.f32"):
-            return given[0].round().to(dtype)
-        if code.startswith("{"):
-            return words(code, given)
-        if code.startswith("ld.relaxed.gpu"):
-            self.pause()
-            return load(given[0])
-        assert code.startswith("cp.async.bulk.wait_group 0")
-        self.stores().clear()
-        # This waits for what has left shared memory, too, until it lies in memory.
-        while self.local.writes:
-            self.local.writes.pop().join()
-        return None
+        assert code.startswith("cvt.rni.s32.f32")
+        return given[0].round().to(dtype)
 
     def finish(self):
         """When a kernel ends, all that it has stored lies in memory."""

@@ -109,7 +109,7 @@ CALLS = {
     ),
     "rbf": Call(_rbf, ALL | {"triton.half_norms", "triton.sum_to_scale"}, dim=32),
     "rbf-sums": Call(_rbf, {FORWARD}, SUMS, many=1, on=HOPPER),
-    "rbf-stores": Call(_rbf, set(), STORES | {"hopper.stored_to_two"}, ALL, dim=128),
+    "rbf-stores": Call(_rbf, set(), STORES | {"hopper.stored_to_queries"}, ALL, dim=128),
     "adaptive": Call(_adaptive(64), {"triton.steer", "triton.steer_backward"}, filter=DOCUMENTS),
     "adaptive-sums": Call(_adaptive(64), {FORWARD}, SUMS, many=1, on=HOPPER),
     "adaptive-stores": Call(
@@ -126,7 +126,7 @@ CALLS = {
         _table(1201), BANDS, {"triton.deltas", "hopper.backward_keys"}, queries=600, keys=600,
         on=HOPPER,
     ),
-    "table-far": Call(_table(33), BANDS | {"triton.merge_far"}, queries=8192, keys=8192),
+    "table-far": Call(_table(33), BANDS),
     "table-per-head": Call(_buckets, {"triton.band_to_table"}),
     "polynomial": Call(mc.Polynomial, ALL),
     "states": Call(

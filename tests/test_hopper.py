@@ -290,43 +290,6 @@ def test_programs_take_further_blocks_of_keys(name, rounds, monkeypatch):
     assert all(torch.equal(got[name], in_turn[name]) for name in got)
 
 
-def repeated(make, left, dim, option, monkeypatch):
-    """(Computes gradients with a new plan each time, the launches of the pass over keys)."""
-    like, filter = {"device": DEVICE, "dtype": torch.bfloat16}, mc.Window(left, 0)
-    given = [torch.randn(2, 8, 5300, dim, **like) for _ in range(4)]
-    inputs, kernel = [x.requires_grad_() for x in given[:3]], make().to(DEVICE)
-    parameters, ran = list(kernel.parameters()), []
-
-    def results():
-        monkeypatch.setattr(plan, "_plans", {})
-        out = mc.smooth(kernel, *inputs, filter=filter, backend="triton")
-        return torch.autograd.grad(out, [*inputs, *parameters], given[3])
-
-    def counted(p, *a, inner=launch._keys, **options):
-        ran.append(options.get(option, False))
-        return inner(p, *a, **options)
-
-    monkeypatch.setattr(launch, "_keys", counted)
-    return results, ran
-
-
-@pytest.mark.parametrize("left", [150, 1024, 2500])
-@pytest.mark.parametrize("make", [mc.Exponential, lambda: mc.RBF(8.0)], ids=["plain", "rbf"])
-def test_sums_begin_without_zeros(make, left, monkeypatch):
-    """Additions wait until the diagonal block has stored its part."""
-    _need_sums()
-    results, ran = repeated(make, left, 64, "fresh", monkeypatch)
-    monkeypatch.setattr(eligible, "MANY_KEYS", 1)
-    monkeypatch.setattr(launch, "ROUNDS", 0)
-    monkeypatch.setattr(launch, "LAST", 1)
-    found = [results() for _ in range(6)]
-    monkeypatch.setattr(launch, "starts_sums", lambda p: False)
-    want = results()
-    assert ran == [True] * 6 + [False]
-    for got in found:
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 @pytest.mark.parametrize(
     "name", ["wide-cross", "wide-window", "wide-padding", "two-parts", "along"]
 )

@@ -53,9 +53,6 @@ CASES = {
     "summed-window": {"SUMMED": True, "filter": WINDOW, "HELD": True},
     "summed-window-columns": {"SUMMED": True, "SIDES": True, "filter": WINDOW, "HELD": True},
     "summed-padding": {"SUMMED": True, "filter": PADDING, "MODE0": 1, "WANT0": True},
-    "summed-fresh": {**COLUMNS, "MODE0": 1, "HELD": True, "FRESH": True},
-    "summed-fresh-window": {"SUMMED": True, "filter": LONG, "length": 420, "FRESH": True},
-    "summed-fresh-scales": {**COLUMNS, "MODE0": 2, "filter": WINDOW, "FRESH": True},
 }
 
 
@@ -68,7 +65,7 @@ class Call:
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
             "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "HELD": False,
-            "SIDES": False, "FRESH": False,
+            "SIDES": False,
             "BY_KEYS": flags.get("SUMMED", False), **flags,
         }  # fmt: skip
         draw = torch.Generator().manual_seed(0)
@@ -143,7 +140,7 @@ class Call:
         least = -self.most[:, :, 0].amax(-1, keepdim=True).square() / 2
         return torch.where(self.col[:, :, :1] < least, least / 2, self.col[:, :, :1])
 
-    def run(self, programs, *, longest, stages, buffers, seed, counters=None, together=1):
+    def run(self, programs, *, longest, stages, buffers, seed, counters=None):
         f, length = self.flags, self.length
         got = {name: torch.full_like(self.q, math.nan) for name in ("dk", "dk1", "dv")}
         got["dcol"] = torch.full_like(self.lse2, math.nan)
@@ -154,11 +151,7 @@ class Call:
         pairs = Descriptor(stored, 64, 64)
         queries = -(-length // 64)
         sums = torch.zeros(BATCH, HEADS, DIM, queries * 64, dtype=torch.int32)
-        begun = torch.ones(BATCH, HEADS, queries, dtype=torch.int32)
         last = BATCH * HEADS if longest else 1
-        if f["FRESH"]:
-            # Whatever was there before.
-            sums.flatten(0, 1)[:-last], begun.flatten(0, 1)[:-last] = 12345, 0
         shares = torch.zeros(BATCH, HEADS, queries * 64, dtype=torch.int32)
         if f["SUMMED"]:
             pairs = Descriptor(sums, DIM, 64)
@@ -178,14 +171,14 @@ class Call:
             "sch0": length, "gc0": 1, "ss0": 1, "num_heads": HEADS, "group0": 1, "group1": 1,
             "group_v": 1, "num_queries": length, "num_keys": length, "number0": 0.5,
             "blocks": -(-length // 128), "parts": BATCH * HEADS, "FILTER": (self.filter,),
-            "last": last, "together": together, "COUNTERS": Pointer(counters),
-            "SHARES": Pointer(shares), "BEGUN": Pointer(begun),
+            "last": last, "COUNTERS": Pointer(counters),
+            "SHARES": Pointer(shares),
             "STAGES": stages, "BUFFERS": buffers, **f,
         }  # fmt: skip
         for stride in ("sqb0", "sqb1", "skb0", "skb1", "svb", "stb"):
             given[stride] = 1
         # Numbers are tensors in Triton, and so are what is made of them.
-        tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts", "last", "together")
+        tensors = ("num_queries", "num_keys", "num_heads", "blocks", "parts", "last")
         given |= {name: torch.tensor(given[name]) for name in tensors}
 
         def start(program):
@@ -257,8 +250,6 @@ def test_constants_of_eligible_equal_those_of_the_kernels():
         for name in ("hopper.kernels.backward_keys", "hopper.kernels.dq_fixed_point")
     )
     assert kernels.BLOCK == kernels.OWN == summed.PLACES == eligible.GROUP
-    sums = module("hopper.kernels.accumulating", 1, 0)
-    assert sums.WATCHED == eligible.WATCHED
 
 
 def test_a_second_pass_draws_tickets_of_its_own():
@@ -273,7 +264,6 @@ KINDS = {
     "summed": {"SUMMED": True},
     "summed-columns": {"SUMMED": True, "SIDES": True},
     "summed-scales": {**COLUMNS, "MODE0": 2},
-    "summed-fresh": {**COLUMNS, "MODE0": 1, "FRESH": True},
 }
 
 
@@ -290,9 +280,7 @@ def by_many(kind):
 def test_bits_do_not_depend_on_the_order_of_threads(longest, buffers, seed):
     for kind in KINDS:
         call, want = by_many(kind)
-        # Three heads take turns, or none do; the last is by itself.
-        turns = {"together": 1 if seed % 2 else 3}
-        got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed, **turns)
+        got = call.run(2 + seed, longest=longest, stages=2, buffers=buffers, seed=seed)
         assert all(torch.equal(got[name], want[name]) for name in ("dk", "dv", "dq", "shares"))
 
 
@@ -329,10 +317,8 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
         "SUMS": torch.full((BATCH, HEADS, DIM, 192), 77, dtype=torch.int32),
         "SHARES": torch.full((BATCH, HEADS, 192), 77, dtype=torch.int32),
         "COUNTERS": torch.full((BATCH * HEADS + 1,), 77, dtype=torch.int32),
-        "BEGUN": torch.full((BATCH, HEADS, 3), 77, dtype=torch.int32),
     }  # fmt: skip
     numbers = {
-        "cleared": 1,
         "num_heads": HEADS, "num_queries": queries, "num_keys": LENGTH, "group0": 1, "group_v": 1,
         "gc0": 1, "e0": DIM, "dv": DIM, "skb0": HEADS * LENGTH * DIM, "skh0": LENGTH * DIM,
         "skt0": DIM, "svb": HEADS * LENGTH * DIM, "svh": LENGTH * DIM, "svt": DIM,
@@ -348,12 +334,7 @@ def test_sums_fit_and_come_back_as_gradients(norms, padded):
     delta = (grad * out).sum(-1) - moved
     assert torch.allclose(made["DELTA"], delta, atol=1e-5)
     assert torch.equal(made["LSE2"], torch.where(lse == -math.inf, math.inf, lse * LOG2E))
-    # The first head's are not asked for.
-    sums, begun = made["SUMS"].flatten(0, 1), made["BEGUN"].flatten(0, 1)
-    assert not sums[1:].any()
-    assert (sums[0] == 77).all()
-    assert (begun[1:] == 1).all()
-    assert not begun[0].any()
+    assert not made["SUMS"].any()
     assert not made["SHARES"].any()
     assert not made["COUNTERS"].any()
     largest = torch.where(hidden, 0.0, call.k.norm(dim=-1)).amax(-1)

@@ -5,8 +5,8 @@
 The sequence is cut into chunks. The weights inside a chunk are formed. All chunks before it come
 from a state; for gradients of keys, all chunks after it.
 
-Memory is linear in T: at most WORKSPACE bytes of states are held at a time, or one head's. The
-backward builds the states again. Each way is one opaque operator. The kernels are in kernels.py.
+Memory is linear in T: at most WORKSPACE bytes of states are there at once, or one head's. The
+backward builds the states again. Each way is one opaque operator. The kernels are in kernels/.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class _Copies:
         self, x: Tensor, padded: int, offset: int, width: int, lengths: Tensor | None, *,
         queries: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        from . import kernels
+        from .kernels import states
 
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows = self.plan.batch * x.shape[1]
         size = min(64, self.plan.chunk)
         copy = x.new_empty(rows, width, padded)
         bad = x.new_empty(rows, padded // size, dtype=torch.int32)
-        kernels.prepare[(padded // size, rows)](
+        states.prepare[(padded // size, rows)](
             x, copy, self.size, bad, bad if lengths is None else lengths, *_strides(x), x.shape[1],
             x.shape[2], offset, x.shape[3], padded, W=width, BT=size, QUERIES=queries,
             LIMITED=lengths is not None,
@@ -109,11 +109,11 @@ class _States:
         self, x: Tensor, y: Tensor, rate: Tensor | None, shift: Tensor | None, x_heads: int,
         y_heads: int, group: int, length: int, low: int, high: int, chunks: int, origin: int,
     ) -> None:  # fmt: skip
-        from . import kernels
+        from .kernels import states
 
         plan, sizes = self.plan, self.plan.sizes("build")
         grid = (-(-plan.width // sizes["G"]) + 1, high - low, self.count)
-        kernels.build[grid](
+        states.build[grid](
             x, y, self.sums if rate is None else rate, self.sums if shift is None else shift,
             self.sums, self.masses, self.means, self.traces, self.first, plan.joint, x_heads,
             y_heads, group, length, plan.chunk, low, chunks, origin, plan.width, **plan.shape(),
@@ -124,11 +124,11 @@ class _States:
         self, chunks: int, there: tuple[int, int], keep: tuple[int, int], mirror: bool, *,
         reverse: bool, centred: bool,
     ) -> None:  # fmt: skip
-        from . import kernels
+        from .kernels import states
 
         plan = self.plan
         size = min(plan.dim // 2, max(1, 1024 // plan.wide))
-        kernels.scan[(round_up(plan.width, 2), plan.dim // size, self.count)](
+        states.scan[(round_up(plan.width, 2), plan.dim // size, self.count)](
             self.sums, self.masses, self.means, self.traces, self.states, self.z, self.mu, chunks,
             *there, *keep, plan.width, **plan.shape(), MIRROR=mirror, REVERSE=reverse,
             TOTAL=not plan.causal, CENTRED=centred, BB=size, num_warps=4,
@@ -159,8 +159,8 @@ def _geometry(plan: Plan) -> tuple[int, ...]:
 def smooth_squares(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, log_mass, and the mass for the backward; if causal, for Q <= K."""
-    from . import kernels
+    """out, log_mass, and the mass that the backward wants; if causal, for Q <= K."""
+    from .kernels import readers
 
     plan = plan_of(q, k, v, causal)
     copies = _Copies(plan, q, k, v, lengths)
@@ -169,9 +169,9 @@ def smooth_squares(
     log, mass = (v.new_empty(shape, dtype=torch.float32) for _ in range(2))
     sizes = plan.sizes("forward")
     for few in _few(plan, v.device):
-        states = few.of_keys(copies, mirror=False)
-        kernels.forward[(plan.padded_queries // sizes["BM"], few.count * plan.group)](
-            copies.q, copies.size, copies.k, copies.v, *states, copies.bad_k, copies.bad_v, out,
+        before = few.of_keys(copies, mirror=False)
+        readers.forward[(plan.padded_queries // sizes["BM"], few.count * plan.group)](
+            copies.q, copies.size, copies.k, copies.v, *before, copies.bad_k, copies.bad_v, out,
             log, mass, few.first, *_geometry(plan), plan.chunks(plan.padded_keys),
             plan.start - plan.origin, plan.num_queries, plan.width, plan.values, **plan.shape(),
             **plan.parts(), **sizes,
@@ -194,7 +194,7 @@ def smooth_squares_backward(
     lengths: Tensor | None, causal: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    from . import kernels
+    from .kernels import readers, states
 
     plan = plan_of(q, k, v, causal)
     copies = _Copies(plan, q, k, v, lengths)
@@ -206,7 +206,7 @@ def smooth_squares_backward(
     g = v.new_empty(rows[0], plan.wide, tq)
     share = torch.empty_like(g, dtype=plan.operand)
     shift, rate, exact = (v.new_empty(rows, dtype=torch.float32) for _ in range(3))
-    kernels.prepare_backward[(tq // size, rows[0])](
+    states.prepare_backward[(tq // size, rows[0])](
         grad, out, grad_log, mass, g, share, shift, rate, *_strides(grad), plan.heads,
         plan.num_queries, offset, plan.values, tq, W=plan.wide, BT=size,
     )  # fmt: skip
@@ -214,17 +214,17 @@ def smooth_squares_backward(
     dk = _room(k, plan)
     dv = _room(v, plan)
     for few in _few(plan, v.device):
-        states = few.of_keys(copies, mirror=True)
+        before = few.of_keys(copies, mirror=True)
         sizes = plan.sizes("queries")
-        kernels.backward_queries[(tq // sizes["BM"], few.count * plan.group)](
-            copies.q, copies.size, copies.k, copies.v, *states, g, grad_log, shift, rate, exact, dq,
+        readers.backward_queries[(tq // sizes["BM"], few.count * plan.group)](
+            copies.q, copies.size, copies.k, copies.v, *before, g, grad_log, shift, rate, exact, dq,
             few.first, *_geometry(plan), plan.chunks(plan.padded_keys), offset, plan.num_queries,
             plan.width, plan.values, **plan.shape(), **plan.parts(), **sizes,
         )  # fmt: skip
         after = few.of_queries(copies, share, rate, exact)
         sizes = plan.sizes("keys")
         chunks = plan.chunks(plan.padded_keys if causal else plan.padded_queries)
-        kernels.backward_keys[(plan.padded_keys // sizes["BM"], few.count)](
+        readers.backward_keys[(plan.padded_keys // sizes["BM"], few.count)](
             copies.q, copies.k, copies.v, *after, g, exact, rate, dk, dv, few.first,
             *_geometry(plan), chunks, plan.num_keys, plan.width, plan.values, **plan.shape(),
             **plan.parts(), **sizes,

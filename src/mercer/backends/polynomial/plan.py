@@ -29,7 +29,6 @@ class Sizes(NamedTuple):
     stages: int
     # Whether two features of a state are read at once, in one wider matrix product.
     pair: bool = False
-    registers: int | None = None
 
 
 # Per kernel: the largest widths of features and values, and whether blocks must be small, as with
@@ -189,8 +188,6 @@ class Plan:
             rows = min(sizes.rows, self.chunk)
             own = {"BM": rows, "BN": min(sizes.columns, rows), "PAIR": sizes.pair}
             own["STAGES"] = sizes.stages
-        if sizes.registers is not None:
-            own["maxnreg"] = sizes.registers
         return own | {"num_warps": sizes.warps, "num_stages": sizes.stages}
 
     def shape(self) -> dict[str, Any]:

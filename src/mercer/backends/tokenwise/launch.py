@@ -1,6 +1,6 @@
 """The passes around flash attention as Triton kernels: plain.py has the same functions.
 
-The kernels are in kernels.py. Its letters are used here: T places, H heads, P cut kernels, S taps.
+The kernels are in kernels/convolved.py. Its letters are used here: T places, H heads, P cut kernels, S taps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def start(
     numbers: tuple[int | float, ...],
 ) -> None:  # fmt: skip
     """Start the kernel of this name."""
-    from . import kernels
+    from .kernels import convolved
 
     options = {"num_warps": SIZES.get(name, (0, 4))[1]}
-    launch.start(getattr(kernels, name), (*grid, 1), constants, tensors, numbers, options)
+    launch.start(getattr(convolved, name), (*grid, 1), constants, tensors, numbers, options)
 
 
 def readable(x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
 from ..runtime.device import INSTALLED, INTERPRETED
-from .launch import readable, start
+from ..runtime.launch import start
+from .launch import readable
 from .taps import sum_by_id
 
 # How many programs look for the largest gradient.
@@ -96,6 +97,8 @@ def sum_exactly(grads: list[Tensor], ids: Tensor, vocab: int) -> Tensor:
 
     Sums are of integers (fixed point), so they do not depend on the order and need no sorting.
     """
+    from .kernels import lookup
+
     first, last, ids = (readable(x.contiguous()) for x in (grads[0], grads[-1], ids))
     count, rows, targets = first.numel(), ids.numel(), len(grads)
     out = first.new_empty(vocab, targets, *first.shape[2:])
@@ -105,15 +108,15 @@ def sum_exactly(grads: list[Tensor], ids: Tensor, vocab: int) -> Tensor:
     # All rows may add to one sum, which must stay below 2^62.
     bits = 62 - (rows - 1).bit_length()
     start(
-        "clear", (PROGRAMS, 1), {"TARGETS": targets, "BM": 1024}, (first, last, peaks, sums),
+        lookup.clear, (PROGRAMS, 1, 1), {"TARGETS": targets, "BM": 1024}, (first, last, peaks, sums),
         (count, cells),
     )  # fmt: skip
     start(
-        "scatter", (-(-count // 256), 1), {"TARGETS": targets, "PROGRAMS": PROGRAMS, "BM": 256},
+        lookup.scatter, (-(-count // 256), 1, 1), {"TARGETS": targets, "PROGRAMS": PROGRAMS, "BM": 256},
         (first, last, ids, peaks, sums), (count, count // rows, bits),
     )  # fmt: skip
     start(
-        "gathered", (-(-cells // 1024), 1), {"PROGRAMS": PROGRAMS, "BM": 1024}, (peaks, sums, out),
+        lookup.gathered, (-(-cells // 1024), 1, 1), {"PROGRAMS": PROGRAMS, "BM": 1024}, (peaks, sums, out),
         (cells, bits),
     )  # fmt: skip
     return out

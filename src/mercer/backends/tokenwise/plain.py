@@ -1,6 +1,6 @@
 """The passes around flash attention in plain PyTorch, without autograd, for CPUs.
 
-The same functions as in launch.py; the letters are explained in kernels.py.
+The same functions as in launch.py; the letters are explained in kernels/convolved.py.
 """
 
 from __future__ import annotations

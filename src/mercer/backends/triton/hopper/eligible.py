@@ -30,8 +30,6 @@ LEAST = 3
 # queries. Where a query sees fewer keys than this, the kernels before and after cost more than that
 # saves.
 SUMMED, MANY_KEYS = 64, 1024
-# So many blocks of queries can be waited for, as in the kernel.
-WATCHED = 64
 # Block sizes of the kernels that read stored scores: (queries, keys, warps, stages). Small blocks
 # are faster where a query sees at most SHORT keys, and slower where it sees 8192.
 TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
@@ -108,24 +106,6 @@ def pays_to_sum(p: Plan) -> bool:
     return seen >= MANY_KEYS
 
 
-def starts_sums(p: Plan) -> bool:
-    """Whether the first program that adds to a sum stores it, so that no kernel clears it before.
-
-    Not with a scale of each query, for want of registers. Only in a window: without one it was slower.
-    """
-    few = min(GROUP * WATCHED, p.num_keys // 2)
-    return sees_own_place_last(p) and p.constants["MODE0"] < 2 and window(p) <= few
-
-
-def sees_own_place_last(p: Plan) -> bool:
-    """Whether every query sees the key at its place, and none after it."""
-    if len(p.static.filter) > 1:
-        return False
-    ((causal, _, right, memory, *others),) = p.static.filter
-    along = right == 0 or (causal > 0 and right < 0)
-    return along and memory < 0 and not any(others) and p.static.shape[2] == p.num_keys
-
-
 def scale_by_keys(p: Plan, lse: bool) -> bool:
     """Whether keys alone give the gradient of a head's scale, so that no kernel reads queries for it.
 
@@ -139,12 +119,6 @@ def reader_sizes(p: Plan) -> tuple[int, int, int, int]:
     """Block sizes of the kernel that forms dq from stored scores."""
     short = min(p.num_keys, window(p)) <= SHORT
     return TO_SHORT if short and not p.constants["E1"] else TO_QUERIES
-
-
-def reads_two(p: Plan, lse: bool) -> bool:
-    """Whether a program forms dq of two blocks of queries, which share keys."""
-    slot = p.static.slots[0]
-    return reader_sizes(p) == TO_SHORT and (not slot.wants or scale_by_keys(p, lse))
 
 
 def stored_together(p: Plan) -> int:

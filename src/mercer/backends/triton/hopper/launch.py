@@ -19,16 +19,12 @@ from .eligible import (
     GROUP,
     SUMMED,
     TO_KEYS,
-    TO_SHORT,
     aligned,
     reader_sizes,
-    reads_two,
     scale_by_keys,
     share,
-    starts_sums,
     stored_queries,
     stored_together,
-    window,
 )
 
 # The most features of two slots and values for which a warp group has the registers.
@@ -38,11 +34,6 @@ ROOM = 256
 ROUNDS, LAST = 16, 4
 # Sums of so many bytes stay in the L2 cache until all keys have added to them, in whatever order.
 CACHED = 2**25
-# So many heads take turns where a program may have to wait for the program of the next keys. That
-# one then has a ticket so many places ahead.
-TOGETHER = 16
-# Warps and stages of the kernel that forms dq of two blocks of queries.
-SHARED = (4, 3)
 
 
 def forward(x: Inputs, p: Plan, ready: Numbers, out: Tensor, low: Tensor, lse: Tensor) -> None:
@@ -85,11 +76,8 @@ def keys(
 def all_passes(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
     of_queries: tuple[Any, ...], lse: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The pass over keys, which stores scores, and the passes that read them, some heads at a time.
-
-    Gradients of scales come back where they are summed up on the way.
-    """
+) -> None:  # fmt: skip
+    """The pass over keys, which stores scores, and the passes that read them, some heads at a time."""
     c, static = p.constants, p.static
     batch, heads, _ = static.shape
     dq, ds, *_ = of_queries
@@ -99,20 +87,12 @@ def all_passes(
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP))
     lengths = tensors[8]
     bm, bn, *_ = reader_sizes(p)
-    both, scales = reads_two(p, lse), []
-    to_queries: tuple[Any, ...] = (
-        tma_descriptor(pairs, bn, bm),
-        tma_descriptor(x.k[0], bn, c["E0"]),
-    )
-    if both:
-        scales = [ds[0].new_empty(heads)] if scale_by_keys(p, lse) else []
-        to_queries += (x.scale[0], lengths, dq[0], ds[0], *(scales or ds[:1]))
-    else:
-        second = tma_descriptor(ready.columns, bn, 16) if p.spread else x.v
-        to_queries += (
-            tma_descriptor(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
-            lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
-        )  # fmt: skip
+    second = tma_descriptor(ready.columns, bn, 16) if p.spread else x.v
+    to_queries = (
+        tma_descriptor(pairs, bn, bm), tma_descriptor(x.k[0], bn, c["E0"]),
+        tma_descriptor(x.k[1], bn, c["E1"]) if two else second, x.q[0], x.scale[0], ready.col0,
+        lengths, rows.grad_lse, rows.lse2, dq[0], dq[-1], ds[0],
+    )  # fmt: skip
     to_keys: tuple[Any, ...] = ()
     if two:
         bm, bn = TO_KEYS[:2]
@@ -129,15 +109,9 @@ def all_passes(
             p, 1 if two else 0, own, store=stored_together(p), by_keys=scale_by_keys(p, lse)
         )
         launch(tensors, (*p.numbers(x.seed), *_order(p, own), offset))
-        if both:
-            # After the last heads, the gradients of scales are complete.
-            last = bool(scales) and offset + own == batch * heads
-            _reader(p, "stored_to_two", own, lse, last)(to_queries, numbers)
-        else:
-            _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
+        _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
         if two and static.slots[1].keys:
             _reader(p, "stored_to_keys", own, lse)(to_keys, numbers)
-    return scales
 
 
 def one_pass(
@@ -156,10 +130,6 @@ def one_pass(
     bounds, most = delta.new_empty(parts, 2, blocks), delta.new_empty(parts, 2, key_blocks)
     each = c["MODE0"] == 2 and slot.wants
     shares = delta.new_empty(parts, blocks * GROUP if each else 0, dtype=torch.int32)
-    begun = delta.new_empty(parts, blocks, dtype=torch.int32)
-    order = _order(p, summed=True)
-    # The heads from here on begin with zeros.
-    cleared = parts - order[2] if starts_sums(p) else 0
     numbers = p.numbers(x.seed)
     lengths = x.v if x.lengths is None else x.lengths
     flags = {"E0": c["E0"], "HAS_LSE": lse, "TOKENS": p.static.tokens}
@@ -171,12 +141,13 @@ def one_pass(
     start(
         dq_fixed_point.before_sums, (blocks + key_blocks, parts, 1), flags | before,
         (x.k[0], x.v, ready.col0, lengths, grad_out, grad_lse, *made, delta, lse2, counters,
-         bounds, most, shares, begun, whole),
-        (*numbers, cleared),
+         bounds, most, shares, whole),
+        numbers,
     )  # fmt: skip
     found = _of(whole, GROUP, 32)
-    tensors = _tensors(x, p, ready, rows, of_keys, found, (bounds, most, shares, begun))
-    _keys(p, 0, summed=True, fresh=cleared > 0)(tensors, (*numbers, *order, 0))
+    tensors = _tensors(x, p, ready, rows, of_keys, found, (bounds, most, shares))
+    order = _order(p, summed=True)
+    _keys(p, 0, summed=True)(tensors, (*numbers, *order, 0))
     alike = slot.wants and not each
     dscale = delta.new_empty(heads if alike else 0)
     after = {name: c[name] for name in ("MODE0", "LOG0", "HAS_COL0")} | {"EACH": each}
@@ -198,7 +169,7 @@ def _tensors(
     bounds: tuple[Tensor, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     grad_out, lse2, delta, _, counters = rows
-    bounds = bounds or (delta, delta, delta, counters)
+    bounds = bounds or (delta, delta, delta)
     dk, dv, dcol, ds = of_keys
     two = p.constants["E1"] > 0
     q1, k1, dk1 = (_of(x.q[1]), _of(x.k[1]), _of(dk[1])) if two else (x.v, x.v, x.v)
@@ -212,9 +183,9 @@ def _tensors(
 
 def _keys(
     p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
-    summed: bool = False, fresh: bool = False, by_keys: bool = False,
+    summed: bool = False, by_keys: bool = False,
 ) -> Launch:  # fmt: skip
-    key = ("hopper keys", part, heads, store, banded, summed, fresh, by_keys)
+    key = ("hopper keys", part, heads, store, banded, summed, by_keys)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -246,7 +217,7 @@ def _keys(
         "STAGES": min(3, (left - buffers * kept) // step), "BUFFERS": buffers, "STORE": store,
         "SUMMED": summed, "BANDED": banded,
         "HELD": not banded and max(c["E0"], c["E1"], c["V"]) <= GROUP,
-        "SIDES": sides, "FRESH": fresh, "BY_KEYS": by_keys or summed,
+        "SIDES": sides, "BY_KEYS": by_keys or summed,
     }  # fmt: skip
     grid = (min(blocks * parts, processors(p.device)), 1, 1)
     # Spilled registers go to L1, so the launch reserves L1 by limiting the shared-memory carve-out.
@@ -256,29 +227,22 @@ def _keys(
     return found
 
 
-def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, int, int]:
-    """(blocks of keys, heads, heads at the end whose longest blocks come first, heads in turns).
+def _order(p: Plan, heads: int = 0, *, summed: bool = False) -> tuple[int, int, int]:
+    """(blocks of keys, heads, heads at the end whose longest blocks come first).
 
-    `heads`: of which some may come at a time. Heads take turns where sums begin without zeros.
+    `heads`: of which some may come at a time.
     """
     batch, all_heads, num_queries = p.static.shape
     blocks, parts = -(-p.num_keys // (2 * GROUP)), heads or batch * all_heads
     count = processors(p.device)
     last = parts if blocks * parts < ROUNDS * count else min(parts, -(-LAST * count // blocks))
-    together = 1
     if summed:
         last = max(1, min(last, CACHED // (4 * SUMMED * num_queries)))
-        if starts_sums(p) and last < parts:
-            # Rounds of equal size; the remainder is in the last one.
-            reach = int(min(num_queries, window(p) + 2 * GROUP))
-            rounds = -(-(parts - last) // max(1, min(TOGETHER, CACHED // (4 * SUMMED * reach))))
-            together = (parts - last) // rounds
-            last = parts - together * rounds
-    return blocks, parts, last, together
+    return blocks, parts, last
 
 
-def _reader(p: Plan, name: str, heads: int, lse: bool, last: bool = False) -> Launch:
-    key = (name, heads, lse, last)
+def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
+    key = (name, heads, lse)
     found = p.launches.get(key)
     if found is not None:
         return found
@@ -292,12 +256,6 @@ def _reader(p: Plan, name: str, heads: int, lse: bool, last: bool = False) -> La
         blocks = -(-p.static.shape[2] // bm)
         own = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse}
         flags = own | {"BY_KEYS": scale_by_keys(p, lse)} | flags
-    elif name == "stored_to_two":
-        bm, bn, _, _ = TO_SHORT
-        warps, stages = SHARED
-        names, flags = ("E0", "MODE0", "LOG0", "FILTER"), {"SCALE": last} | flags
-        # The first program of a head then sums up scales.
-        blocks = -(-p.static.shape[2] // (2 * bm)) + last
     else:
         bm, bn, warps, stages = TO_KEYS
         names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)

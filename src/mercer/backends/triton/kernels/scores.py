@@ -141,12 +141,6 @@ def _down(x, MODE: tl.constexpr):
 
 
 @triton.jit
-def _across(x, MODE: tl.constexpr):
-    """A scale for a block of [keys, queries]."""
-    return x[None, :] if MODE == 2 else x
-
-
-@triton.jit
 def _scaled(t, scale, row, LINK: tl.constexpr, HAS_ROW: tl.constexpr):
     """s = scale t + row. For the identity to the base 2; exactly 0 within rounding of a cusp."""
     if LINK == IDENTITY:

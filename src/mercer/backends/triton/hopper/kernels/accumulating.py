@@ -20,21 +20,15 @@ from .primitives import (
     BLOCK,
     OWN,
     _along,
-    _landed,
     _skip,
-    _wait_for,
     add,
     barrier,
-    store,
 )
 from .tickets import _hear
 
 # Blocks of pairs on their way to this group, of each that multiplies, and of sums on theirs to memory.
 SLOTS = gl.constexpr(3)
 LEAVING = gl.constexpr(2)
-# Blocks of queries whose sums a program begins, and the most of others, begun elsewhere, that see its keys.
-MINE = gl.constexpr(2)
-WATCHED = gl.constexpr(64)
 
 
 @gluon.jit
@@ -89,35 +83,11 @@ def _whole(x):
 
 
 @gluon.jit
-def _say_begun(begun, step):
-    """Says that sums of the block before a step have begun, once they have."""
-    _landed()
-    barrier()
-    gl.atomic_add(begun + (step - 1), 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def _wait_begun(begun, count):
-    """Waits until sums of so many blocks of queries have begun, WATCHED at most.
-
-    Nothing is read after it that the first level of the cache may hold: the copy engine adds in the second,
-    where sums lay before this was said. So it does not have to acquire.
-    """
-    n = gl.arange(0, WATCHED, gl.BlockedLayout([2], [32], [4], [0]))
-    _wait_for(begun + gl.minimum(n, count - 1), 1)
-
-
-@gluon.jit
-def _add(
-    step, inputs, E0: gl.constexpr, EACH: gl.constexpr, BEGINS: gl.constexpr, SAYS: gl.constexpr
-):
-    """Adds what all keys of a program give to sums of one block of queries.
-
-    BEGINS: they begin with it. SAYS: that those of the block before did is said.
-    """
+def _add(step, inputs, E0: gl.constexpr, EACH: gl.constexpr):
+    """Adds what all keys of a program give to the sums of one block of queries."""
     (
-        DQ, bounds, begun, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
-        done, turn, b, h, start, steps,
+        DQ, bounds, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
+        done, turn, b, h, start,
     ) = inputs  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -149,42 +119,28 @@ def _add(
     target = sums.index((done + step) % LEAVING)
     target.store(whole)
     fence_async_shared()
-    if SAYS:
-        _say_begun(begun, step)
-    else:
-        barrier()
-    if SAYS and not BEGINS:
-        # From here on others must have begun.
-        _wait_begun(begun + step, steps - step)
-    place = [b, h, 0, start + step * BLOCK]
-    if BEGINS:
-        store(DQ, place, target)
-    else:
-        add(DQ, place, target)
+    barrier()
+    add(DQ, [b, h, 0, start + step * BLOCK], target)
 
 
 @gluon.jit
-def _sum(
-    inputs, E0: gl.constexpr, BUFFERS: gl.constexpr, EACH: gl.constexpr, FRESH: gl.constexpr,
-):  # fmt: skip
+def _sum(inputs, E0: gl.constexpr, BUFFERS: gl.constexpr, EACH: gl.constexpr):
     """The group that adds to gradients of queries, in fixed point: any order gives the same bits.
 
     EACH: and to SHARES of those of their scales, which numbers per key have: sum_j u_ij (c_j - ref).
-    FRESH: sums of all heads but the last begin with what keys at the same places give, and BEGUN says when.
     """
     (
-        DQ, BOUNDS, MOST, SHARES, BEGUN, C0, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
-        scb0, sch0, gc0, blocks, parts, last, num_heads, num_queries, num_keys,
+        DQ, BOUNDS, MOST, SHARES, C0, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
+        scb0, sch0, gc0, blocks, parts, num_heads, num_queries, num_keys,
     ) = inputs  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     FEATURES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     done, turn = 0, 0
     key_blocks, query_blocks = _blocks(num_keys), _blocks(num_queries)
-    ticket, _, part, b, h, start, steps = _hear(turn, tickets, told)
+    ticket, _, _, b, h, start, steps = _hear(turn, tickets, told)
     while ticket < blocks * parts:
         bh = (b * num_heads + h).to(gl.int64)
         bounds = BOUNDS + bh * 2 * query_blocks + start // BLOCK
-        begun = BEGUN + bh * query_blocks + start // BLOCK
         at = (turn % BUFFERS) * 2
         most_k, most_v = _most(MOST + bh * 2 * key_blocks, key_blocks)
         shares, counted = SHARES, 0
@@ -202,22 +158,12 @@ def _sum(
         barrier()
         mbarrier.arrive(used.index(turn % BUFFERS), count=1)
         inner = (
-            DQ, bounds, begun, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
-            done, turn, b, h, start, steps,
+            DQ, bounds, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
+            done, turn, b, h, start,
         )  # fmt: skip
-        early = 0
-        if FRESH:
-            if part < parts - last:
-                # Sums of the program's own places begin here, and a step later that is said.
-                for step in gl.static_range(MINE + 1):
-                    if step < steps:
-                        _add(step, inner, E0, EACH, step < MINE, step > 0)
-                    elif step == steps:
-                        _say_begun(begun, step)
-                early = gl.minimum(steps, MINE + 1)
-        for step in range(early, steps):
-            _add(step, inner, E0, EACH, False, False)
+        for step in range(steps):
+            _add(step, inner, E0, EACH)
         done += steps
         turn += 1
-        ticket, _, part, b, h, start, steps = _hear(turn, tickets, told)
+        ticket, _, _, b, h, start, steps = _hear(turn, tickets, told)
     tma.store_wait(0)

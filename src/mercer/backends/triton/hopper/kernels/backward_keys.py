@@ -31,31 +31,28 @@ SUM_REGISTERS = gl.constexpr(72)
         "blocks",
         "parts",
         "last",
-        "together",
         "offset",
     ]
 )
 def backward_keys(
     Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0,
-    BOUNDS, MOST, SHARES, BEGUN, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    BOUNDS, MOST, SHARES, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, blocks, parts, last, together, offset,
+    seed, number0, number1, dropout, blocks, parts, last, offset,
     E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr,
     HAS_COL0: gl.constexpr, FILTER: gl.constexpr, SIMPLE: gl.constexpr, NORM0: gl.constexpr,
     WANT0: gl.constexpr, SAVE_COL0: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
-    HELD: gl.constexpr, SIDES: gl.constexpr, FRESH: gl.constexpr, BY_KEYS: gl.constexpr,
+    HELD: gl.constexpr, SIDES: gl.constexpr, BY_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dcol of two times 64 keys, for one query head; PART as in `triton_backward`.
+    """dk, dv and dcol of two times 64 keys, for one query head; PART as in the portable kernel.
 
     STORE: what gradients of queries are made of is stored for pairs, [keys, queries], of the heads from
     `offset` on; queries count from the first block that sees a program's keys. So many blocks of them are
     read at a time: what one of them sees is stored for all. BANDED: a band has all pairs, [queries, keys],
     and so has what is stored.
-    SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on; FRESH: from 0 on
-    for the last heads alone, and BEGUN, of each block of queries, is 0 for all others. That takes a causal
-    window, and as many queries as keys: a key at the place of a query is seen by it.
+    SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on.
     BY_KEYS: what queries have of the gradient of their head's scale comes from keys, of which that is the same.
     A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
     drawn so far at the place `offset`, and for a second pass, of the second slot, at the next.
@@ -134,16 +131,16 @@ def backward_keys(
     )  # fmt: skip
     copy = (
         Q0, K0, Q1, K1, V_, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, along, q0s, q1s, gs, biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
-        group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
+        group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     )  # fmt: skip
     summed = (
-        PAIRS, BOUNDS, MOST, SHARES, BEGUN, C0, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
-        scb0, sch0, gc0, blocks, parts, last, num_heads, num_queries, num_keys,
+        PAIRS, BOUNDS, MOST, SHARES, C0, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
+        scb0, sch0, gc0, blocks, parts, num_heads, num_queries, num_keys,
     )  # fmt: skip
     if SUMMED:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, SIDES, PART, FRESH, LAID, SUM0)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, SIDES, PART, LAID, SUM0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0,
@@ -152,7 +149,7 @@ def backward_keys(
                     1, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0,
                 )),
-                (_sum, (summed, E0, BUFFERS, MODE0 == 2 and WANT0, FRESH)),
+                (_sum, (summed, E0, BUFFERS, MODE0 == 2 and WANT0)),
             ],
             [4, 4, 4],
             [LESS_REGISTERS, LESS_REGISTERS, SUM_REGISTERS],
@@ -160,7 +157,7 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, SIDES, PART, FRESH, LAID, SUM0)),
+                (_copy, (copy, E0, E1, V, MODE0, FILTER, STAGES, BUFFERS, STORE, BANDED, SIDES, PART, LAID, SUM0)),
                 (_multiply, (
                     0, multiply, E0, E1, V, MODE0, LOG0, HAS_COL0, FILTER, NORM0, WANT0, SAVE_COL0, PART, STAGES,
                     BUFFERS, STORE, SUMMED, BANDED, SIMPLE, HELD, SIDES, BY_KEYS, LAID, SUM0,

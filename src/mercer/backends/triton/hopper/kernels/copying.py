@@ -89,20 +89,20 @@ def _copy_steps(
 def _copy(
     inputs, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, FILTER: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, BANDED: gl.constexpr,
-    SIDES: gl.constexpr, PART: gl.constexpr, FRESH: gl.constexpr, LAID: gl.constexpr, SUM0: gl.constexpr,
+    SIDES: gl.constexpr, PART: gl.constexpr, LAID: gl.constexpr, SUM0: gl.constexpr,
 ):  # fmt: skip
     """The group that copies: keys and values, then block after block of queries."""
     (
         Q0, K0, Q1, K1, V_, TILES, GRAD, S0, C0, LSE2, DELTA, LENGTHS, COUNTERS, k0s, k1s, vs, along, q0s, q1s, gs,
         biases, rows, sides, ready, free, full, empty, tickets, told, sqb0, sqb1, skb0, skb1, svb, stb, ss0, scb0, sch0, gc0, group0,
-        group1, group_v, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first,
+        group1, group_v, blocks, parts, last, offset, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     done, turn = 0, 0
     about = (
-        COUNTERS + offset + (1 if PART == 2 else 0), tickets, told, blocks, parts, last, together, offset, num_heads,
+        COUNTERS + offset + (1 if PART == 2 else 0), tickets, told, blocks, parts, last, offset, num_heads,
         num_queries, num_keys, first, LENGTHS, S0, C0, ss0, scb0, sch0, gc0,
     )  # fmt: skip
-    ticket, low, b, h, start, steps = _tell(turn, about, FILTER, STORE, FRESH, MODE0, SUM0)
+    ticket, low, b, h, start, steps = _tell(turn, about, FILTER, STORE, MODE0, SUM0)
     while ticket < blocks * parts:
         line = (b * num_heads + h).to(gl.int64) * num_queries
         b0, b1, bt = _batch(sqb0, b), _batch(sqb1, b), _batch(stb, b)
@@ -130,16 +130,12 @@ def _copy(
             if LAID:
                 along.index(at).store(c)
                 mbarrier.arrive(ready.index(at), count=1)
-        if not FRESH:
-            # Who copies has time for it now, and not before keys that others wait for.
-            following = _tell(turn + 1, about, FILTER, STORE, FRESH, MODE0, SUM0)
+        # Not before the keys, which the other groups wait for.
+        following = _tell(turn + 1, about, FILTER, STORE, MODE0, SUM0)
         _copy_steps(
             early, steps, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
             b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,
         )  # fmt: skip
         done += steps
         turn += 1
-        if FRESH:
-            # As late as may be: nobody should wait for who came first, but has yet to start.
-            following = _tell(turn, about, FILTER, STORE, FRESH, MODE0, SUM0)
         ticket, low, b, h, start, steps = following

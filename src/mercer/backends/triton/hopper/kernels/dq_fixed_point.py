@@ -3,7 +3,7 @@
 Programs that own keys add to the same queries, in an order that nobody knows. Sums of whole numbers
 are the same in any order, so these gradients are summed in fixed point: each block of queries has a
 power of two that takes whatever they can be below 2^30. Weights of a query add up to 1, so with delta
-as in `triton_backward`
+as in gradients.py
 
     |sum_j P_ij (<dO_i, v_j> - delta_i) k_j| <= max_j |k_j| (|dO_i| max_j |v_j| + |delta_i|)
 
@@ -62,19 +62,18 @@ def _reference_within(base, most_k):
     return tl.where(ref < least, 0.5 * least, ref)
 
 
-@triton.jit(do_not_specialize=["num_heads", "first", "seed", "cleared"])
+@triton.jit(do_not_specialize=["num_heads", "first", "seed"])
 def before_sums(
     K0, V_, C0, LENGTHS, GRAD, GRAD_LSE, OUT, LOW, LSE, DELTA, LSE2, COUNTERS, BOUNDS, MOST, SHARES,
-    BEGUN, SUMS, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
+    SUMS, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, cleared,
+    seed, number0, number1, dropout,
     E0: tl.constexpr, HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, V: tl.constexpr,
     FILTER: tl.constexpr, HAS_LOW: tl.constexpr, NORMS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """delta, log_mass to the base 2, zeros for the sums, and what they can be at most.
 
-    Zeros are for the heads from `cleared` on; BEGUN says of each block of queries whether it has them.
     That is, for a block of queries the largest |dO| and |delta|, for one of keys, which come after, the
     largest |k| and |v|. NORMS: numbers per key are -|k|^2 / 2. EACH: each query has a scale, whose
     gradient is summed up, too.
@@ -86,11 +85,8 @@ def before_sums(
     if block < query_blocks:
         n = block * PLACES + tl.arange(0, PLACES)
         f = tl.arange(0, E0)[:, None]
-        has_zeros = bh >= cleared
-        tl.store(BEGUN + bh.to(tl.int64) * query_blocks + block, has_zeros.to(tl.int32))
-        if has_zeros:
-            sums = SUMS + (bh.to(tl.int64) * E0 + f) * (query_blocks * PLACES) + n[None, :]
-            tl.store(sums, tl.zeros((E0, PLACES), tl.int32))
+        sums = SUMS + (bh.to(tl.int64) * E0 + f) * (query_blocks * PLACES) + n[None, :]
+        tl.store(sums, tl.zeros((E0, PLACES), tl.int32))
         if EACH:
             tl.store(
                 SHARES + bh.to(tl.int64) * query_blocks * PLACES + n, tl.zeros((PLACES,), tl.int32)
@@ -193,7 +189,7 @@ def after_sums(
         sums = line + bh.to(tl.int64) * num_keys
         _store_queries(
             dq0, ds0, none, q0, none, scale0, common, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0, E0,
-            MODE0, 0, False, False, EACH, False, False,
+            MODE0, 0, False, False, EACH, False,
         )  # fmt: skip
     elif bh < num_heads:
         total = _scale_of(

@@ -10,17 +10,12 @@ import triton.language as tl
 
 from ...kernels.backward_queries import _store_queries
 from ...kernels.gradients import _of_columns, _reference
-from ...kernels.norms import _of_head, _store_scale
 from ...kernels.primitives import COLUMNS, _block, _row_of, _rows
 from ...kernels.scores import _scale
 from ...kernels.visibility import _key_range, _query_blocks
 
 # Keys whose pairs lie side by side: those of a program of the pass over keys.
 TILE = tl.constexpr(128)
-# No pairs lie here.
-BEYOND = tl.constexpr(2**28)
-# Gradients of a scale that are added at a time.
-SUMMANDS = tl.constexpr(2048)
 
 
 @triton.jit
@@ -90,66 +85,12 @@ def stored_to_queries(
         q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     _store_queries(
         dq0, ds0, none, q0, none, scale0, ref0 * moved, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0,
-        E0, MODE0, 0, NORM0, False, WANT0 and not BY_KEYS, False, False,
+        E0, MODE0, 0, NORM0, False, WANT0 and not BY_KEYS, False,
     )  # fmt: skip
     if E1 > 0:
         _store_queries(
             dq1, none, none, q0, none, scale0, none, DQ1, DS0, DS0, line, sums, rows, n, num_queries, e1, E1,
-            MODE0, 0, False, False, False, False, False,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_heads", "first", "seed", "offset"])
-def stored_to_two(
-    PAIRS, K0, S0, LENGTHS, DQ0, DS0, DSCALE,
-    sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
-    scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
-    num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
-    seed, number0, number1, dropout, offset,
-    E0: tl.constexpr, MODE0: tl.constexpr, LOG0: tl.constexpr, FILTER: tl.constexpr, SCALE: tl.constexpr,
-    TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """dq of two blocks of queries, which share keys; of one slot, where nobody asks for more.
-
-    SCALE: these are the last heads, and programs before the first of each sum up what all keys have given scales.
-    """
-    part = tl.program_id(1)
-    bh = part + offset
-    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
-    block = 2 * (tl.num_programs(0) - 1 - tl.program_id(0))
-    line = bh.to(tl.int64) * num_queries
-    start0, stop0 = _seen_keys(block, b, first, LENGTHS, num_queries, num_keys, BM, FILTER)
-    start1, stop1 = _seen_keys(block + 1, b, first, LENGTHS, num_queries, num_keys, BM, FILTER)
-    start = tl.where(stop1 > start1, tl.minimum(start0, start1), start0) // BN * BN
-    sums = line + bh.to(tl.int64) * num_keys
-    if SCALE and tl.program_id(0) == 0:
-        batch, count = (offset + tl.num_programs(1)) // num_heads, num_queries + num_keys
-        for head in tl.range(part, num_heads, tl.num_programs(1)):
-            of = tl.cast(head, tl.int64)
-            total = _of_head(DS0, of, batch, num_heads, count, num_queries, num_keys, SUMMANDS)
-            _store_scale(total, S0, DSCALE, of, ss0, LOG0)
-    dq0 = tl.zeros((BM, E0), tl.float32)
-    dq1 = tl.zeros((BM, E0), tl.float32)
-    for key in tl.range(start, tl.maximum(stop0, stop1), BN):
-        tile = key // TILE * TILE
-        origin, _ = _query_blocks(tile, b, first, LENGTHS, num_queries, num_keys, TILE, BM, FILTER)
-        k = _block(K0, b, h // group0, skb0, skt0, key, e0, num_keys, BN, E0, False, True)
-        # What a block does not see is not stored: from beyond the end zeros come, and nothing is read.
-        row = tl.where((key + BN > start0) & (key < stop0), key, BEYOND)
-        u = tl.trans(PAIRS.load([0, part, row, block * BM - origin]).reshape(BN, BM))
-        dq0 = tl.dot(u, k, dq0)
-        row = tl.where((key + BN > start1) & (key < stop1), key, BEYOND)
-        u = tl.trans(PAIRS.load([0, part, row, block * BM + BM - origin]).reshape(BN, BM))
-        dq1 = tl.dot(u, k, dq1)
-    none = tl.zeros((BM,), tl.float32)
-    for own in tl.static_range(2):
-        n = (block + own) * BM + tl.arange(0, BM)
-        scale = _scale(S0, number0, ss0, h, line, n, n < num_queries, MODE0, LOG0)
-        rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
-        dq = dq0 if own == 0 else dq1
-        _store_queries(
-            dq, none, none, dq, none, scale, none, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0, E0,
-            MODE0, 0, False, False, False, False, False,
+            MODE0, 0, False, False, False, False,
         )  # fmt: skip
 
 

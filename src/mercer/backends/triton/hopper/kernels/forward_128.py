@@ -1,8 +1,8 @@
 """The forward for Hopper of 128 features and values, where two groups of warps share keys.
 
-The same sums as `triton_narrow.forward`, for which the second cache had no time: a third group copies keys
-for both that multiply, 64 queries each, and goes on with those of the next queries while sums of these leave.
-Sums of a block of keys go on while weights of the next are formed.
+The same sums as the portable forward. A third group copies keys for both that multiply, 64 queries each, and
+goes on with those of the next queries while sums of these leave. Sums of a block of keys overlap the weights
+of the next block.
 """
 
 from triton.experimental import gluon
@@ -15,14 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...kernels.primitives import COLUMNS, LN2, LOG2E, _bits_beyond, _finite, _taken
+from ...kernels.primitives import COLUMNS, LN2, LOG2E, _finite, _taken
 from ...kernels.scores import _down, _scale
 from ...kernels.visibility import _keys_seen, _stretch, _visible
 from .primitives import (
     BLOCK,
     OWN,
     REGISTERS,
-    RENAMED,
     _batch,
     _ones,
     _range,
@@ -124,58 +123,6 @@ def _finished(acc, mass, peak, SUMS: gl.constexpr):
     out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, SUMS))[:, None]
     lse = gl.where(empty, float("-inf"), LN2 * (gl.where(empty, 0.0, peak) + gl.log2(safe)))
     return out, lse
-
-
-@gluon.constexpr_function
-def _byte(dtype):
-    """What forms one byte from each of four numbers: of bits of float32, or of numbers that fit in one."""
-    if _bits_beyond(dtype) < 8:
-        return "prmt.b32 a, $1, $2, 0x0040; prmt.b32 c, $3, $4, 0x0040;"
-    # As `_taken` has it, with two numbers rounded at once.
-    code = "cvt.rn.bf16x2.f32 a, $2, $1; cvt.rn.bf16x2.f32 c, $4, $3;"
-    code += (
-        "and.b32 b, a, 0xffff0000; shl.b32 a, a, 16; and.b32 d, c, 0xffff0000; shl.b32 c, c, 16;"
-    )
-    for near, number in zip("abcd", ("$1", "$2", "$3", "$4"), strict=True):
-        code += f"sub.s32 {near}, {number}, {near}; add.s32 {near}, {near}, 128;"
-        code += f"min.s32 {near}, {near}, 32767;"
-    return code + "prmt.b32 a, a, b, 0x0051; prmt.b32 c, c, d, 0x0051;"
-
-
-@gluon.constexpr_function
-def _word(dtype):
-    """What forms words of four bytes, half of them from a neighbour."""
-    end = "prmt.b32 a, a, c, 0x5410; shfl.sync.bfly.b32 c, a, 1, 31, -1; prmt.b32 $0, a, c, $5;"
-    return "{ .reg .b32 a, b, c, d; " + _byte(dtype) + end + " }"
-
-
-@gluon.jit
-def _lay_low(low, out, DTYPE: gl.constexpr):
-    """Lays down what rounding takes from out, by words of four bytes.
-
-    Of every eight numbers of a row a thread has two, which follow each other, and its neighbour the next two.
-    They swap, so that of sixteen numbers one has four from the first eight, and the other four from the
-    others: four threads have words 0, 2, 1, 3 of four.
-    """
-    ROWS: gl.constexpr = out.shape[0]
-    WIDTH: gl.constexpr = out.shape[1]
-    x = _taken(out, DTYPE) if _bits_beyond(DTYPE) < 8 else out.to(gl.int32, bitcast=True)
-    even, odd = gl.split(x.reshape([ROWS, WIDTH // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, x0.type.layout)))
-    halves = gl.where(lane % 2 == 0, 0x5410, 0x3276)[None, None, :]
-    CODE: gl.constexpr = _word(DTYPE)
-    words = gl.inline_asm_elementwise(
-        CODE, "=r,r,r,r,r,r", [x0, x1, x2, x3, halves], gl.int32, False, 1
-    )
-    words = words.reshape([ROWS, WIDTH // 16, 2, 2]).permute((0, 1, 3, 2))
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 32)
-    words = words.reshape([ROWS, WIDTH // 4])
-    if RENAMED:
-        low.reinterpret(gl.int32, [ROWS, WIDTH // 4], WORDS).store(words)
-    else:
-        low._reinterpret(gl.int32, [ROWS, WIDTH // 4], WORDS).store(words)
 
 
 @gluon.jit
@@ -428,7 +375,7 @@ def _multiply(
         barrier()
         outs.index(own).store(out.to(DTYPE))
         if HAS_LOW:
-            _lay_low(lows.index(own), out, DTYPE)
+            lows.index(own).store(_taken(out, DTYPE).to(gl.int8))
         fence_async_shared()
         barrier()
         store(OUT, [b, h, low, 0], outs.index(own))
@@ -452,8 +399,7 @@ def forward(
 ):  # fmt: skip
     """out and log_mass of two times 64 queries of one head, and of others, in turn.
 
-    As `triton_narrow.forward` has it; each of `parts` heads has as many `pairs` of blocks of 128 queries, of
-    which the last may be empty.
+    Each of `parts` heads has as many `pairs` of blocks of 128 queries, of which the last may be empty.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16)

@@ -48,7 +48,7 @@ def _seen(
 def _span(
     begin, end, done, dk0, dk1, dv, dc, k0, k1, v, c, factor, j, start, b, place, first, lengths, ids,
     stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken, biases, own, h, part, first_key,
-    E0: gl.constexpr, E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
+    E1: gl.constexpr, MODE0: gl.constexpr, HAS_COL0: gl.constexpr, DCOL0: gl.constexpr,
     FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
     SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr, SUMSV: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
@@ -261,7 +261,7 @@ def _multiply(
                 dk0, dk1, dv, dcs = _span(
                     left, right, done, dk0, dk1, dv, dcs, a, a1, w, c, factor, j, start, b, place, first,
                     LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
-                    biases, own, h, part, first_key, E0, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
+                    biases, own, h, part, first_key, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
                     STORE, SUMMED, BANDED, SCORES, SUMS0, SUMS1, SUMSV, SIDES,
                 )  # fmt: skip
         if SUMMED:

@@ -11,7 +11,6 @@ from ...kernels.visibility import _key_range
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 # Adds a block of shared memory to one of memory by TMA. None in 3.6: see `eligible.can_add`.
 add = getattr(tma, "async_atomic_add", None)
 
@@ -22,25 +21,6 @@ BLOCK = gl.constexpr(64)
 REGISTERS = gl.constexpr(240)
 # A number for each thread of a group, or for some.
 NOTE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def _landed():
-    """Waits until what was stored lies in memory, not only until it has left from here."""
-    code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(code, "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-def _wait_for(place, least):
-    """Waits until no number at some places is less than this.
-
-    It does not acquire: that is left to who reads, after it, what the first level of the cache may hold.
-    """
-    code: gl.constexpr = "ld.relaxed.gpu.global.s32 $0, [$1];"
-    has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
-    while has < least:
-        has = gl.min(gl.inline_asm_elementwise(code, "=r,l", [place], gl.int32, False, 1), 0)
 
 
 @gluon.jit
@@ -85,6 +65,6 @@ def _along(LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _ones(LAYOUT: gl.constexpr):
-    """What columns are multiplied by to be added up: the first three of them, as `triton_kernels._ones` has it."""
+    """What columns are multiplied by to be added up: the first three of them, as the portable `_ones` has it."""
     ones = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, LAYOUT)
     return gl.where(_along(LAYOUT) < 3, ones, 0.0)

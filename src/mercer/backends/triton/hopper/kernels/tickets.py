@@ -19,19 +19,13 @@ SCALE, REFERENCE = gl.constexpr(7), gl.constexpr(8)
 
 @gluon.jit
 def _tile(
-    ticket, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
-    FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr,
+    ticket, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS,
+    FILTER: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Which keys of which head a ticket is for, and the blocks of queries that may see them."""
     # Head by head, but for the last ones: of those the first blocks come first, which most see.
     rest = ticket - (parts - last) * blocks
     along, head = ticket % blocks, ticket // blocks
-    if FRESH:
-        # Who begins the sums of queries comes before all that add to them, and some heads take turns, so
-        # that nobody has to wait.
-        turn = ticket % (together * blocks)
-        along = blocks - 1 - turn // together
-        head = ticket // (together * blocks) * together + turn % together
     block = gl.where(rest < 0, along, rest // last)
     part = gl.where(rest < 0, head, parts - last + rest % last)
     bh = part + offset
@@ -45,18 +39,18 @@ def _tile(
 
 @gluon.jit
 def _tell(
-    turn, about, FILTER: gl.constexpr, STORE: gl.constexpr, FRESH: gl.constexpr, MODE0: gl.constexpr,
+    turn, about, FILTER: gl.constexpr, STORE: gl.constexpr, MODE0: gl.constexpr,
     SUM0: gl.constexpr,
 ):  # fmt: skip
     """Draws the ticket for a turn; all groups of this program hear of it, and what it is for."""
     (
-        COUNTER, tickets, told, blocks, parts, last, together, offset, num_heads, num_queries, num_keys, first, LENGTHS,
+        COUNTER, tickets, told, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS,
         S0, C0, ss0, scb0, sch0, gc0,
     ) = about  # fmt: skip
     ticket = gl.atomic_add(COUNTER, 1, sem="relaxed", scope="gpu")
     low, part, b, h, start, steps = _tile(
-        gl.minimum(ticket, blocks * parts - 1), blocks, parts, last, together, offset, num_heads,
-        num_queries, num_keys, first, LENGTHS, FILTER, STORE, FRESH,
+        gl.minimum(ticket, blocks * parts - 1), blocks, parts, last, offset, num_heads,
+        num_queries, num_keys, first, LENGTHS, FILTER, STORE,
     )  # fmt: skip
     n = gl.arange(0, 32, NOTE)
     note = gl.where(n == 0, ticket, gl.where(n == 1, low, gl.where(n == 2, part, b)))
