@@ -5,7 +5,7 @@
 The sequence is cut into chunks. The weights inside a chunk are formed. All chunks before it come
 from a state; for gradients of keys, all chunks after it.
 
-Memory is linear in T: at most WORKSPACE bytes of states are there at once, or one head's. The
+Memory is linear in T: at most WORKSPACE bytes of states are held at a time, or one head's. The
 backward builds the states again. Each way is one opaque operator. The kernels are in kernels/.
 """
 
@@ -159,7 +159,7 @@ def _geometry(plan: Plan) -> tuple[int, ...]:
 def smooth_squares(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, log_mass, and the mass that the backward wants; if causal, for Q <= K."""
+    """out, log_mass, and the mass for the backward; if causal, for Q <= K."""
     from .kernels import readers
 
     plan = plan_of(q, k, v, causal)

@@ -71,7 +71,7 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
 
 
 def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
-    """(out, log_mass without the rows of plain factors, what rounding took from out, numbers)."""
+    """(out, log_mass without the rows of plain factors, rounding error of out, numbers)."""
     x = x.readable()
     v = x.v
     if are_few(static.shape[2], v.shape[2]) and not static.trains:

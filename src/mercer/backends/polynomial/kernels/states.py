@@ -11,7 +11,7 @@ Operands are bfloat16, TF32 (for float16, whose range is too small for squares) 
 mean value of the keys that it sums, weighted by |k|^2. z stays in float32. S is symmetric in a and
 b. It is built, and read for values, without the pairs of a late a with an early b.
 
-The weights of the own chunk are formed first, and the states are read after them. If anything else
+The weights of the own chunk are formed first, and the states are read after them. If something else
 wrote an accumulator before a matrix product, the compiler would wait for each product.
 
 Letters: l counts the key heads at hand, n chunks, t places of the padded copies that `prepare`
@@ -74,7 +74,7 @@ def prepare(
     X, COPY, SIZE, BAD, LENGTHS, sb, sh, st, heads, length, offset, width, padded,
     W: tl.constexpr, BT: tl.constexpr, QUERIES: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """A padded copy [W, T], finite; queries are divided by a size of their own.
+    """A padded, finite copy [W, T]; each query is divided by its own size.
 
     SIZE is NaN for a query that is not finite; BAD is the first place of a block that is not.
     """

@@ -6,14 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def _size(x):
-    """|x|; not a number is the largest."""
+    """|x|, with NaN as the largest."""
     x = tl.abs(x)
     return tl.where(x < float("inf"), x, float("inf"))
 
 
 @triton.jit
 def clear(G0, G1, PEAKS, SUMS, count, cells, TARGETS: tl.constexpr, BM: tl.constexpr):
-    """SUMS = 0, and the largest gradient of each program's share."""
+    """Clear SUMS, and find each program's largest gradient."""
     programs = tl.num_programs(0)
     peak = 0.0
     for start in range(tl.program_id(0) * BM, count, programs * BM):
@@ -68,7 +68,7 @@ def scatter(
 
 @triton.jit
 def _whole_number(x, exponent):
-    """x 2^exponent: its 24 bits, moved."""
+    """x 2^exponent as an integer: its 24 bits, shifted."""
     bits = x.to(tl.int32, bitcast=True)
     power = (bits >> 23) & 255
     digits = ((bits & 0x7FFFFF) | tl.where(power > 0, 0x800000, 0)).to(tl.int64)
