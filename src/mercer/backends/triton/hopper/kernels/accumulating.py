@@ -85,7 +85,7 @@ def _whole(x):
 
 @gluon.jit
 def _add(step, inputs, E0: gl.constexpr, EACH: gl.constexpr):
-    """Adds what all keys of a program give to the sums of one block of queries."""
+    """Add the contribution of a program's keys to the sums of one block of queries."""
     (
         DQ, bounds, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
         done, turn, b, h, start,

@@ -52,7 +52,7 @@ def backward_keys(
     counted from the first block that sees a program's keys. The reader takes STORE blocks of queries at a
     time, so pairs that one of them sees are stored for all. BANDED: a band has all pairs, [queries, keys],
     and the stored pairs have its layout.
-    SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on.
+    SUMMED: dq is summed in PAIRS, [features, queries], which starts at 0.
     BY_KEYS: the query part of the gradient of a head's scale is computed from keys, which gives the same.
     A finished program draws the ticket of the next keys. COUNTERS, initially 0, counts the tickets drawn,
     at `offset`, and at `offset` + 1 for a second pass, of the second slot.

@@ -71,11 +71,10 @@ def before_sums(
     E0: tl.constexpr, HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, V: tl.constexpr,
     FILTER: tl.constexpr, HAS_LOW: tl.constexpr, NORMS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """delta, log_mass to the base 2, zeros for the sums, and what they can be at most.
+    """delta, log_mass to the base 2, zeros for the sums, and the maxima for their bounds.
 
-    That is, for a block of queries the largest |dO| and |delta|, for one of keys, which come after, the
-    largest |k| and |v|. NORMS: numbers per key are -|k|^2 / 2. EACH: each query has a scale, whose
-    gradient is summed up, too.
+    The maxima are |dO| and |delta| for blocks of queries, then |k| and |v| for blocks of keys. NORMS:
+    numbers per key are -|k|^2 / 2. EACH: each query has a scale, whose gradient is summed, too.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)

@@ -1,8 +1,8 @@
 """The forward for Hopper of 128 features and values, where two groups of warps share keys.
 
-The same sums as the portable forward. A third group copies keys for both that multiply, 64 queries each, and
-goes on with those of the next queries while sums of these leave. Sums of a block of keys overlap the weights
-of the next block.
+The same sums as the portable forward. A third group copies keys for both multiplying groups, 64 queries each, and
+prefetches for the next queries while outputs are stored. The sums of a block of keys overlap the weights of
+the next one.
 """
 
 from triton.experimental import gluon
@@ -332,7 +332,7 @@ def _multiply(
         for step in range(begin + 1, end):
             if not STILL:
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            # Scores of these keys, and sums of those before, whose weights are known; while these go on, the
+            # Start the scores of these keys, and the sums of earlier keys, whose weights are known. Meanwhile the
             # weights of these keys are formed.
             t = _scores(done + step, q, q1, none, k0s, cols, full, SPREAD, STAGES)
             last = done + step - 1
@@ -397,9 +397,9 @@ def forward(
     E0: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr, FILTER: gl.constexpr,
     SIMPLE: gl.constexpr, HAS_LOW: gl.constexpr, SPREAD: gl.constexpr, STILL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out and log_mass of two times 64 queries of one head, and of others, in turn.
+    """out and log_mass of two times 64 queries of one head, then of other queries.
 
-    Each of `parts` heads has as many `pairs` of blocks of 128 queries, of which the last may be empty.
+    Each of `parts` heads has `pairs` pairs of blocks of 128 queries; the last block may be empty.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16)

@@ -14,7 +14,7 @@ store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Adds a block of shared memory to one of memory by TMA. None in 3.6: see `eligible.can_add`.
 add = getattr(tma, "async_atomic_add", None)
 
-# Keys of a group, and queries of a block; or the other way round.
+# Keys of a group and queries of a block, or the other way round.
 OWN = gl.constexpr(64)
 BLOCK = gl.constexpr(64)
 # Registers of a multiplying thread.
@@ -65,6 +65,6 @@ def _along(LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _ones(LAYOUT: gl.constexpr):
-    """What columns are multiplied by to be added up: the first three of them, as the portable `_ones` has it."""
+    """The factors that add up three columns: ones for the first three, as in the portable `_ones`."""
     ones = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, LAYOUT)
     return gl.where(_along(LAYOUT) < 3, ones, 0.0)
