@@ -1,6 +1,6 @@
-"""The warp group that adds to gradients of queries, in fixed point: any order gives the same bits.
+"""The warp group that adds to dq in fixed point, so the bits do not depend on the order.
 
-dq_fixed_point.py has the kernels before and after, and says how the fixed point is chosen.
+dq_fixed_point.py has the kernels before and after, and explains how the fixed point is chosen.
 """
 
 from triton.experimental import gluon
@@ -26,14 +26,15 @@ from .primitives import (
 )
 from .tickets import _hear
 
-# Blocks of pairs on their way to this group, of each that multiplies, and of sums on theirs to memory.
+# Buffers: blocks of pairs from each multiplying group to this one, and blocks of sums on the way to
+# memory.
 SLOTS = gl.constexpr(3)
 LEAVING = gl.constexpr(2)
 
 
 @gluon.jit
 def _give(found, step, own, pairs, given, taken):
-    """Pairs for the group that sums up gradients of queries."""
+    """Pass pairs to the group that sums dq."""
     slot = step % SLOTS
     mbarrier.wait(taken.index(slot), ((step // SLOTS) & 1) ^ 1)
     pairs.index(own * SLOTS + slot).store(found)
@@ -56,7 +57,7 @@ def _give_none(
     STAGES: gl.constexpr,
     SCORES: gl.constexpr,
 ):
-    """No pairs, of blocks of queries that see none of a group's keys."""
+    """Signal that there are no pairs: these blocks of queries see none of the group's keys."""
     for step in range(begin, end):
         _skip(step, step + 1, done, full, empty, STAGES)
         none = gl.zeros([OWN, BLOCK], pairs.dtype, SCORES)
@@ -65,7 +66,7 @@ def _give_none(
 
 @gluon.jit
 def _most(base, count):
-    """The largest of so many numbers, and of as many after them."""
+    """The largest of some numbers, and the largest of as many after them."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     first = gl.zeros([128], gl.float32, LAYOUT)
     second = first
@@ -78,13 +79,13 @@ def _most(base, count):
 
 @gluon.jit
 def _whole(x):
-    """The whole numbers next to these."""
+    """Round to the nearest integers."""
     return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], gl.int32, True, 1)
 
 
 @gluon.jit
 def _add(step, inputs, E0: gl.constexpr, EACH: gl.constexpr):
-    """Adds what all keys of a program give to the sums of one block of queries."""
+    """Add the contribution of a program's keys to the sums of one block of queries."""
     (
         DQ, bounds, shares, counted, turned, pairs, cols, sums, given, taken, most_k, most_v, query_blocks,
         done, turn, b, h, start,
@@ -125,9 +126,9 @@ def _add(step, inputs, E0: gl.constexpr, EACH: gl.constexpr):
 
 @gluon.jit
 def _sum(inputs, E0: gl.constexpr, BUFFERS: gl.constexpr, EACH: gl.constexpr):
-    """The group that adds to gradients of queries, in fixed point: any order gives the same bits.
+    """The group that adds to dq in fixed point, so the bits do not depend on the order.
 
-    EACH: and to SHARES of those of their scales, which numbers per key have: sum_j u_ij (c_j - ref).
+    EACH: it also adds to SHARES, the key part of the gradients of query scales: sum_j u_ij (c_j - ref).
     """
     (
         DQ, BOUNDS, MOST, SHARES, C0, k0s, cols, turned, pairs, sums, ready, given, taken, used, tickets, told,
@@ -151,7 +152,7 @@ def _sum(inputs, E0: gl.constexpr, BUFFERS: gl.constexpr, EACH: gl.constexpr):
             counted = _counted(_along(THIN), ref0)
         for own in gl.static_range(2):
             mbarrier.wait(ready.index(at + own), (turn // BUFFERS) & 1)
-        # Products read them faster turned.
+        # Products read them faster transposed.
         for own in gl.static_range(2):
             turned.index(own).store(_finite(k0s.index(at + own).permute((1, 0)).load(FEATURES)))
         fence_async_shared()

@@ -1,10 +1,10 @@
-"""The pass over keys for Hopper: one warp group copies, two multiply, and a fourth may add up dq.
+"""The pass over keys for Hopper: one warp group copies, two multiply, and a fourth may sum dq.
 
 The same sums as the portable `backward_keys`, for dot products without links, and with no table or one of all
-pairs. Each of the two groups owns 64 keys and goes at its own pace, so that one forms weights while the other
-multiplies; the group that copies keeps the next blocks of queries coming. Where registers are left for it, a
-fourth group takes scores from both and adds what these keys give to the gradients of queries. Then no pass over
-queries is needed. Triton's compiler does not specialise warps like that, so this is written in Gluon.
+pairs. Each of the two groups owns 64 keys and runs at its own pace, so one computes weights while the other
+multiplies. The copying group prefetches blocks of queries. If registers suffice, a fourth group reads the
+scores of both and adds the contribution of these keys to dq. Then no pass over queries is needed. Triton's
+compiler does not specialise warps like this, so the kernel is written in Gluon.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,7 @@ from .multiplying import _multiply
 from .primitives import BLOCK, OWN, REGISTERS, _ones
 from .tickets import TICKETS
 
-# Registers of a thread with a group that adds up dq: of those that multiply, and its own.
+# Registers per thread with a group that sums dq: of the multiplying groups, and of that group.
 LESS_REGISTERS = gl.constexpr(208)
 SUM_REGISTERS = gl.constexpr(72)
 
@@ -48,23 +48,23 @@ def backward_keys(
 ):  # fmt: skip
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in the portable kernel.
 
-    STORE: what gradients of queries are made of is stored for pairs, [keys, queries], of the heads from
-    `offset` on; queries count from the first block that sees a program's keys. So many blocks of them are
-    read at a time: what one of them sees is stored for all. BANDED: a band has all pairs, [queries, keys],
-    and so has what is stored.
-    SUMMED: PAIRS is where gradients of queries are summed up, [features, queries], from 0 on.
-    BY_KEYS: what queries have of the gradient of their head's scale comes from keys, of which that is the same.
-    A program that is done goes on with the next keys that nobody has: COUNTERS, from 0 on, has tickets
-    drawn so far at the place `offset`, and for a second pass, of the second slot, at the next.
+    STORE: the gradients of scores are stored, [keys, queries], for the heads from `offset` on, with queries
+    counted from the first block that sees a program's keys. The reader takes STORE blocks of queries at a
+    time, so pairs that one of them sees are stored for all. BANDED: a band has all pairs, [queries, keys],
+    and the stored pairs have its layout.
+    SUMMED: dq is summed in PAIRS, [features, queries], which starts at 0.
+    BY_KEYS: the query part of the gradient of a head's scale is computed from keys, which gives the same.
+    A finished program draws the ticket of the next keys. COUNTERS, initially 0, counts the tickets drawn,
+    at `offset`, and at `offset` + 1 for a second pass, of the second slot.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     DTYPE: gl.constexpr = Q0.dtype
     GROUPS: gl.constexpr = 2 * BUFFERS
-    # Numbers per key come beside the keys, where they are not columns of products.
+    # Numbers per key are loaded beside the keys, unless they are columns of products.
     LAID: gl.constexpr = HAS_COL0 and not SIDES
-    # Keys have a share of the gradient of a head's scale.
+    # Keys contribute to the gradient of a head's scale.
     SUM0: gl.constexpr = WANT0 and HAS_COL0 and MODE0 == 1
     k0s = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, E0], HALF)
     vs = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, V], HALF)
@@ -116,11 +116,11 @@ def backward_keys(
         for s in gl.static_range(BUFFERS):
             mbarrier.init(used.index(s), count=1)
     for s in gl.static_range(GROUPS):
-        # Keys themselves, and numbers beside them.
+        # Keys, and the numbers beside them.
         mbarrier.init(ready.index(s), count=2 if LAID else 1)
         mbarrier.init(free.index(s), count=1)
     for s in gl.static_range(STAGES):
-        # The copy itself, and the numbers beside it; both groups have to let go.
+        # The copy, and the numbers beside it; both groups must release the buffer.
         mbarrier.init(full.index(s), count=2)
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()

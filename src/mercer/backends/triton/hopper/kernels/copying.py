@@ -1,4 +1,4 @@
-"""The warp group that copies: keys and values of a turn, then block after block of queries."""
+"""The warp group that copies: keys and values of a ticket, then block after block of queries."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,15 +8,15 @@ from ...kernels.primitives import _columns
 from .primitives import BLOCK, NOTE, OWN, _along, _batch, barrier, load
 from .tickets import _tell
 
-# What a block of queries needs beside features: log_mass, each query's scale, and -delta, where that is no
-# column of a product.
+# Numbers of a block of queries beside features: log_mass, each query's scale, and -delta unless it is
+# a column of a product.
 MASSES, SCALES, DELTAS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 FLAT = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def _per_key(C0, scb0, sch0, gc0, b, h, first_key, num_keys, LAYOUT: gl.constexpr):
-    """Numbers of a group's keys."""
+    """Load the numbers of a group's keys."""
     j = first_key + gl.arange(0, OWN, LAYOUT)
     col = C0 + b.to(gl.int64) * scb0 + (h // gc0) * sch0
     return gl.load(col + j, mask=j < num_keys, other=0.0, cache_modifier=".cg")
@@ -30,7 +30,7 @@ def _beside(rows, s, WHAT: gl.constexpr, SIDES: gl.constexpr):
 
 @gluon.jit
 def _rows_of(first, S0, LSE2, DELTA, line, num_queries, MODE0: gl.constexpr, SIDES: gl.constexpr):
-    """What a block of queries needs beside features; past the first cache, which has better things to keep."""
+    """Load the numbers of a block of queries, bypassing L1, which is for spilled registers."""
     n = first + gl.arange(0, BLOCK, NOTE)
     inside = n < num_queries
     lse2 = gl.load(LSE2 + line + n, mask=inside, other=float("inf"), cache_modifier=".cg")
@@ -50,7 +50,7 @@ def _copy_steps(
     b, h, line, start, first_key, num_queries, E0: gl.constexpr, E1: gl.constexpr, V: gl.constexpr,
     MODE0: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of queries from begin to end; `done` blocks have been copied for keys before."""
+    """Copy blocks of queries from begin to end; `done` blocks were copied for earlier keys."""
     SIZE: gl.constexpr = BLOCK * 2
     lse2, delta, scale = _rows_of(
         start + begin * BLOCK, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
@@ -58,7 +58,7 @@ def _copy_steps(
     for step in range(begin, end):
         s = (done + step) % STAGES
         first = start + step * BLOCK
-        # Those of the next are on their way meanwhile.
+        # The numbers of the next block are in flight meanwhile.
         following = _rows_of(
             first + BLOCK, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
         )  # fmt: skip
@@ -107,7 +107,7 @@ def _copy(
         line = (b * num_heads + h).to(gl.int64) * num_queries
         b0, b1, bt = _batch(sqb0, b), _batch(sqb1, b), _batch(stb, b)
         bk0, bk1, bv = _batch(skb0, b), _batch(skb1, b), _batch(svb, b)
-        # Where keys wait for those before them to be done with, their first queries do not.
+        # Keys wait until the groups have released the previous keys; the first queries need not wait.
         early = 0
         if BUFFERS == 1:
             early = gl.where(turn == 0, 0, gl.minimum(steps, STAGES))

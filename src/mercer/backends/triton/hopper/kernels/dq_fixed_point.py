@@ -1,16 +1,15 @@
-"""Around a pass over keys that sums up gradients of queries, too: what it needs, and what it gives.
+"""The kernels before and after a pass over keys that also sums dq.
 
-Programs that own keys add to the same queries, in an order that nobody knows. Sums of whole numbers
-are the same in any order, so these gradients are summed in fixed point: each block of queries has a
-power of two that takes whatever they can be below 2^30. Weights of a query add up to 1, so with delta
-as in gradients.py
+Programs that own keys add to the same queries in an unknown order. Integer sums are the same in any
+order, so dq is summed in fixed point: each block of queries has a power of two that scales its largest
+possible gradient below 2^30. The weights of a query add up to 1, so with delta as in gradients.py
 
     |sum_j P_ij (<dO_i, v_j> - delta_i) k_j| <= max_j |k_j| (|dO_i| max_j |v_j| + |delta_i|)
 
-with maxima over the keys that some query sees, and that are finite: a query that sees another has a
-delta that is not, and a gradient, too. Sums lie [features, queries]. Numbers per key that are norms, seen
-from one of them, are |k|^2 / 2 at most: sums of those, for a scale of each query, have that bound times
-max_j |k_j|.
+with maxima over finite keys that some query sees. A query that sees a key that is not finite has a delta
+and a gradient that are not finite anyway. The sums are laid out [features, queries]. Numbers per key that
+are norms, relative to one of them, are at most |k|^2 / 2. So their sums, for a scale of each query, have
+the same bound times max_j |k_j|.
 """
 
 import triton
@@ -23,9 +22,9 @@ from ...kernels.primitives import _row_of, _rows
 from ...kernels.scores import _scale
 from ...kernels.visibility import _query_range
 
-# Places of a program, and of one bound.
+# Places of a program, and places with a common bound.
 PLACES = tl.constexpr(64)
-# Numbers that one which sums up a head's takes at a time.
+# Numbers that the program that sums over a head takes at a time.
 AT_ONCE = tl.constexpr(1024)
 
 
@@ -36,27 +35,27 @@ def _blocks(length):
 
 @triton.jit
 def _most(squares, counts, other):
-    """The largest norm of those that count; `other`: what one counts that is not finite."""
+    """The largest norm where the mask is set; `other` replaces norms that are not finite."""
     squares = tl.where(squares < float("inf"), squares, other)
     return tl.sqrt(tl.max(tl.where(counts, squares, 0.0), 0))
 
 
 @triton.jit
 def _fixed(bound):
-    """A power of two that takes what is at most `bound` below 2^30."""
+    """A power of two that scales `bound` below 2^30."""
     exponent = tl.maximum(bound.to(tl.int32, bitcast=True) >> 23, 29)
     return ((283 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bound(bounds, blocks, most_k, most_v):
-    """What the gradients of a block of queries can be at most, of so many blocks."""
+    """The largest possible dq of a block of queries."""
     return most_k * (tl.load(bounds) * most_v + tl.load(bounds + blocks))
 
 
 @triton.jit
 def _reference_within(base, most_k):
-    """What norms are counted from, -|k|^2 / 2 of the first key; if no seen key has that, half of the least."""
+    """The reference of norms: -|k|^2 / 2 of the first key; half of the least if no visible key reaches it."""
     ref = _reference(base, True)
     least = -0.5 * most_k * most_k
     return tl.where(ref < least, 0.5 * least, ref)
@@ -72,11 +71,10 @@ def before_sums(
     E0: tl.constexpr, HAS_LSE: tl.constexpr, TOKENS: tl.constexpr, V: tl.constexpr,
     FILTER: tl.constexpr, HAS_LOW: tl.constexpr, NORMS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """delta, log_mass to the base 2, zeros for the sums, and what they can be at most.
+    """delta, log_mass to the base 2, zeros for the sums, and the maxima for their bounds.
 
-    That is, for a block of queries the largest |dO| and |delta|, for one of keys, which come after, the
-    largest |k| and |v|. NORMS: numbers per key are -|k|^2 / 2. EACH: each query has a scale, whose
-    gradient is summed up, too.
+    The maxima are |dO| and |delta| for blocks of queries, then |k| and |v| for blocks of keys. NORMS:
+    numbers per key are -|k|^2 / 2. EACH: each query has a scale, whose gradient is summed, too.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -125,7 +123,7 @@ def _scale_of(
     C0, GRAD_LSE, LSE2, DS0, h, scb0, sch0, gc0, num_heads, num_queries, num_keys,
     HAS_LSE: tl.constexpr, COMMON: tl.constexpr,
 ):  # fmt: skip
-    """dscale of a head: what each key has of it, and what log_mass moves. COMMON: keys have numbers."""
+    """dscale of a head: the parts of all keys, and that of dlog_mass. COMMON: there are numbers per key."""
     batch = tl.num_programs(1) // num_heads
     total = _of_head(
         DS0, h, batch, num_heads, num_queries + num_keys, num_queries, num_keys, AT_ONCE
@@ -155,7 +153,7 @@ def after_sums(
 ):  # fmt: skip
     """dq of one block of queries; the program after a head's last block, if there is one, forms dscale.
 
-    What keys have of that is in DS0: see `_multiply`. EACH: of each query's scale, there.
+    The keys' part of dscale is in DS0 (see `_multiply`). EACH: DS0 is for the scale of each query.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)

@@ -1,8 +1,7 @@
-"""Gradients from what the pass over keys has stored of all pairs: products, and no weights any more.
+"""Gradients from the pairs that the pass over keys has stored: plain products, no weights.
 
-Pairs lie [keys, queries], half precision, for the heads from an offset on; queries count from the first
-block that sees one of TILE keys. Those that a filter hides are zero, and blocks in which it hides all are
-not read.
+Pairs are [keys, queries] in half precision, for the heads from an offset on, with queries counted from the
+first block that sees one of TILE keys. Hidden pairs are zero, and blocks that are all hidden are not read.
 """
 
 import triton
@@ -14,7 +13,7 @@ from ...kernels.primitives import COLUMNS, _block, _row_of, _rows
 from ...kernels.scores import _scale
 from ...kernels.visibility import _key_range, _query_blocks
 
-# Keys whose pairs lie side by side: those of a program of the pass over keys.
+# Keys whose pairs are adjacent in memory: those of one program of the pass over keys.
 TILE = tl.constexpr(128)
 
 
@@ -41,7 +40,7 @@ def stored_to_queries(
     HAS_COL0: tl.constexpr, FILTER: tl.constexpr, NORM0: tl.constexpr, WANT0: tl.constexpr,
     HAS_LSE: tl.constexpr, BY_KEYS: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq and dscale of one block of queries; BY_KEYS: keys gave all of that, and queries are not read."""
+    """dq and dscale of one block of queries; BY_KEYS: dscale comes from keys, and queries are not read."""
     part = tl.program_id(1)
     bh = part + offset
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -50,7 +49,7 @@ def stored_to_queries(
     inside = n < num_queries
     line = bh.to(tl.int64) * num_queries
     none = tl.zeros((BM,), tl.float32)
-    # A scale of each query has a gradient that needs the numbers per key.
+    # The gradient of a query's scale needs the numbers per key.
     EACH: tl.constexpr = WANT0 and MODE0 == 2 and HAS_COL0
     dq0 = tl.zeros((BM, E0), tl.float32)
     dq1 = tl.zeros((BM, E1 if E1 > 0 else COLUMNS), tl.float32)

@@ -1,8 +1,8 @@
 """The forward for Hopper of 128 features and values, where two groups of warps share keys.
 
-The same sums as the portable forward. A third group copies keys for both that multiply, 64 queries each, and
-goes on with those of the next queries while sums of these leave. Sums of a block of keys overlap the weights
-of the next block.
+The same sums as the portable forward. A third group copies keys for both multiplying groups, 64 queries each, and
+prefetches for the next queries while outputs are stored. The sums of a block of keys overlap the weights of
+the next one.
 """
 
 from triton.experimental import gluon
@@ -34,7 +34,7 @@ from .primitives import (
 
 @gluon.jit
 def _weights(t, peak, rate, MODE0: gl.constexpr, STILL: gl.constexpr):
-    """Weights of scores, the peak that they count from, and how far that moved. STILL: it does not."""
+    """Weights from scores, the running maximum, and its change. STILL: the maximum is fixed."""
     if STILL:
         higher, shrink = peak, peak
         p = gl.exp2(t * _down(rate, MODE0) - peak[:, None])
@@ -48,7 +48,7 @@ def _weights(t, peak, rate, MODE0: gl.constexpr, STILL: gl.constexpr):
 
 @gluon.jit
 def _beside(DTYPE: gl.constexpr, SCORES: gl.constexpr):
-    """What queries have beside columns of keys."""
+    """The columns of queries that multiply columns of keys."""
     THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     return gl.convert_layout(_ones(THIN).to(DTYPE), gl.DotOperandLayout(0, SCORES, 2))
 
@@ -65,9 +65,9 @@ def _seen(i, first_key, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr):
 def _seen_along(
     i, first_key, b, seeing, FILTER: gl.constexpr, STRETCH: gl.constexpr, ACROSS: gl.constexpr
 ):
-    """The same where each query sees one stretch of keys: an addition and a comparison for each pair.
+    """The same if each query sees one interval of keys: an addition and an unsigned comparison per pair.
 
-    Of numbers without a sign, since keys of a thread are the same but for multiples of 8.
+    The keys of a thread differ by multiples of 8, so most of the addition is a constant.
     """
     LENGTHS, _, _, num_keys, first = seeing
     start, stop = _keys_seen(i, b, first, LENGTHS, num_keys, FILTER, STRETCH)
@@ -84,7 +84,7 @@ def _shown(
     t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, STRETCH: gl.constexpr,
     ACROSS: gl.constexpr,
 ):  # fmt: skip
-    """Scores of keys that are seen; between two places all see all."""
+    """Scores with hidden keys masked; between two places all queries see all keys."""
     if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
         if len(STRETCH) > 0:
             seen = _seen_along(i, first_key, b, seeing, FILTER, STRETCH, ACROSS)
@@ -99,8 +99,8 @@ def _careful(
     t, values, acc, mass, peak, rate, i, first_key, b, seeing, MODE0: gl.constexpr, FILTER: gl.constexpr,
     SUMS: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
-    """Sums and masses with those of one more block, of which values may not be finite."""
-    # One that is not must not meet a weight of zero: 0 times NaN is NaN.
+    """Add one more block to sums and masses, with values that may not be finite."""
+    # A value that is not finite must not be multiplied by a weight of zero: 0 times NaN is NaN.
     x = values.load(SUMS).to(gl.float32)
     whole = gl.min((gl.abs(x) < float("inf")).to(gl.int32), 1) > 0
     values.store(_finite(x).to(values.dtype))
@@ -127,11 +127,11 @@ def _finished(acc, mass, peak, SUMS: gl.constexpr):
 
 @gluon.jit
 def _tile(turn, pairs, parts, num_heads):
-    """Which queries of which head a turn is for: (their block, batch, head), and whether there is one.
+    """The work of a turn: (block of queries, batch, head), and whether there is any.
 
-    Head by head, a late block and then an early one, which have as much to do together as any two such
-    blocks have, by a causal filter or none. What is left when not all programs would get two of them they
-    share: late blocks first, and early ones for those that had none, or the shortest.
+    Head by head, a late block and then an early one. By a causal filter, or none, all such pairs are equal
+    work. When fewer pairs than programs are left, single blocks are shared: late blocks first, then early
+    ones for the programs that had none, or the shortest.
     """
     programs, mine = gl.num_programs(0), gl.program_id(0)
     rounds = pairs * parts // programs
@@ -142,7 +142,7 @@ def _tile(turn, pairs, parts, num_heads):
     late = gl.where(last < 0, turn % 2 == 0, place < left)
     pair = rounds * programs + gl.where(late, place, 2 * left - 1 - place)
     pair = gl.where(last < 0, turn // 2 * programs + mine, pair)
-    # Some that there is, where there is none.
+    # Any valid block, if there is no work.
     pair = gl.minimum(gl.maximum(pair, 0), pairs * parts - 1)
     bh, early = pair // pairs, pair % pairs
     return gl.where(late, 2 * pairs - 1 - early, early), bh // num_heads, bh % num_heads, some
@@ -186,7 +186,7 @@ def _copy(
 
 @gluon.jit
 def _skip(begin, end, done, full, fuller, empty, STAGES: gl.constexpr):
-    """Blocks of keys that a group's queries do not see."""
+    """Release blocks of keys that a group's queries do not see."""
     for step in range(begin, end):
         s = (done + step) % STAGES
         mbarrier.wait(full.index(s), ((done + step) // STAGES) & 1)
@@ -198,7 +198,7 @@ def _skip(begin, end, done, full, fuller, empty, STAGES: gl.constexpr):
 def _scores(
     step, q, q1, none, k0s, cols, full, SPREAD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of keys, once it has come; not waited for."""
+    """Start the scores of a block of keys once it is loaded; asynchronous."""
     s = step % STAGES
     mbarrier.wait(full.index(s), (step // STAGES) & 1)
     t = warpgroup_mma(q, k0s.index(s).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -211,7 +211,7 @@ def _scores(
 def _formed(
     t, peak, rate, masses, DTYPE: gl.constexpr, MODE0: gl.constexpr, STILL: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Weights as a product takes them, their peak, the masses with them, and how far older sums shrink."""
+    """Weights as an operand, the maximum, the new masses, and the factor on older sums."""
     p, peak, shrink = _weights(t, peak, rate, MODE0, STILL)
     if not STILL:
         THREADS: gl.constexpr = gl.SliceLayout(1, masses.type.layout)
@@ -225,7 +225,7 @@ def _again(
     own, inputs, q, q1, low, b, h, line, come, E0: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr,
     LOG0: gl.constexpr, FILTER: gl.constexpr, SPREAD: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """The same with a peak that is looked for, and values that are not finite; block by block."""
+    """The careful path: a running maximum, values that may not be finite, block by block."""
     (
         K0, K1, V_, S0, LENGTHS, IDS, outs, thin, once, skb0, skb1, svb, stride_ids, ss0, group0, group1, group_v,
         number0, num_queries, num_keys, first,
@@ -301,7 +301,7 @@ def _multiply(
         mine, count, sure_start, sure_stop = _range(
             low, OWN, b, first, LENGTHS, num_queries, num_keys, FILTER
         )
-        # At least one block, even if none of it is seen.
+        # At least one block, even if it is invisible.
         steps = gl.maximum(steps, 1)
         begin = gl.minimum(gl.maximum(mine - start, 0) // BLOCK, steps - 1)
         end = gl.minimum(begin + gl.maximum(count, 1), steps)
@@ -318,7 +318,7 @@ def _multiply(
         t = _scores(done + begin, q, q1, none, k0s, cols, full, SPREAD, STAGES)
         peak = gl.full([OWN], float("-inf"), gl.float32, DOWN)
         if STILL:
-            # Of a key at no distance.
+            # The score of a key at distance 0.
             x = qs.index(own).load(FEATURES).to(gl.float32)
             peak = 0.5 * gl.convert_layout(gl.sum(x * x, 1), DOWN) * rate
         fence_async_shared()
@@ -332,7 +332,7 @@ def _multiply(
         for step in range(begin + 1, end):
             if not STILL:
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            # Scores of these keys, and sums of those before, whose weights are known; while these go on, the
+            # Start the scores of these keys, and the sums of earlier keys, whose weights are known. Meanwhile the
             # weights of these keys are formed.
             t = _scores(done + step, q, q1, none, k0s, cols, full, SPREAD, STAGES)
             last = done + step - 1
@@ -349,13 +349,13 @@ def _multiply(
         if not STILL:
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
         sums = warpgroup_mma(p, vs.index(last % STAGES), acc, is_async=True)
-        # Meanwhile, what comes next.
+        # Meanwhile, prepare the next turn.
         mass = gl.convert_layout(gl.sum(masses, 1), DOWN)
         next_block, next_b, next_h, some = _tile(turn + 1, pairs, parts, num_heads)
         acc = warpgroup_mma_wait(0, (sums,))
         mbarrier.arrive(empty.index(last % STAGES), count=1)
         _skip(end, steps, done, full, fuller, empty, STAGES)
-        # NaN where a sum is not finite.
+        # NaN if a sum is not finite.
         fine = gl.convert_layout(gl.sum(acc, 1) * 0.0, DOWN) == 0.0
         if STILL:
             fine = fine & (mass > 1e-30)
@@ -370,7 +370,7 @@ def _multiply(
             come += 2 * count
         out, lse = _finished(acc, mass, peak, SUMS)
         gl.store(LSE + line + n, lse, mask=inside)
-        # What left before leaves room.
+        # The buffer is free once the previous output has been stored.
         tma.store_wait(0)
         barrier()
         outs.index(own).store(out.to(DTYPE))
@@ -397,9 +397,9 @@ def forward(
     E0: gl.constexpr, V: gl.constexpr, MODE0: gl.constexpr, LOG0: gl.constexpr, FILTER: gl.constexpr,
     SIMPLE: gl.constexpr, HAS_LOW: gl.constexpr, SPREAD: gl.constexpr, STILL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out and log_mass of two times 64 queries of one head, and of others, in turn.
+    """out and log_mass of two times 64 queries of one head, then of other queries.
 
-    Each of `parts` heads has as many `pairs` of blocks of 128 queries, of which the last may be empty.
+    Each of `parts` heads has `pairs` pairs of blocks of 128 queries; the last block may be empty.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16)
@@ -428,7 +428,7 @@ def forward(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(fuller.index(s), count=1)
-        # Both groups have to let go.
+        # Both groups must release the buffer.
         mbarrier.init(empty.index(s), count=2)
     fence_async_shared()
     copy = (

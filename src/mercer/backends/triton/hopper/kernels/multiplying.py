@@ -1,4 +1,4 @@
-"""The two warp groups that multiply, each with 64 keys of its own and at its own pace."""
+"""The two warp groups that multiply, each with its own 64 keys and at its own pace."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,7 +19,7 @@ from .copying import DELTAS, MASSES, SCALES, _beside, _per_key
 from .primitives import BLOCK, OWN, _along, _skip, _within, barrier, store
 from .tickets import REFERENCE, SCALE, _hear, _heard, _number
 
-# A number per key that leaves no weight, and ends neither float32 nor bfloat16.
+# A number per key that makes a weight 0, and is finite in float32 and bfloat16.
 LOWEST = gl.constexpr(-3e38)
 
 
@@ -27,11 +27,11 @@ LOWEST = gl.constexpr(-3e38)
 def _seen(
     at, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: gl.constexpr, ACROSS: gl.constexpr
 ):
-    """Which keys at places j a block of queries sees whose first is `at`: `_visible`, with fewer additions."""
+    """Which keys at places j the block of queries from `at` on sees: `_visible` with fewer additions."""
     n = gl.arange(0, BLOCK, ACROSS)
     STRETCH: gl.constexpr = _stretch(FILTER)
     if len(STRETCH) > 0:
-        # One for each pair: the queries of a thread are the same but for multiples of 8.
+        # One per pair: the queries of a thread differ by multiples of 8.
         sees = _first_place(j, b, first, lengths, num_keys, FILTER, STRETCH) - at
         away = (n % 8)[None, :] - sees[:, None] + (n // 8 * 8)[None, :]
         LAST: gl.constexpr = max(STRETCH[1], 0)
@@ -52,13 +52,13 @@ def _span(
     FILTER: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, SUMMED: gl.constexpr, BANDED: gl.constexpr,
     SCORES: gl.constexpr, SUMS0: gl.constexpr, SUMS1: gl.constexpr, SUMSV: gl.constexpr, SIDES: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of queries from begin to end; all pairs lie transposed, [keys, queries]."""
+    """The blocks of queries from begin to end; all pairs are transposed, [keys, queries]."""
     DTYPE: gl.constexpr = q0s.dtype
     ACROSS: gl.constexpr = gl.SliceLayout(0, SCORES)
     for step in range(begin, end):
         s = (done + step) % STAGES
         mbarrier.wait(full.index(s), ((done + step) // STAGES) & 1)
-        # Products begin with what would be added to them, or have it as columns.
+        # The addends are the initial accumulators, or columns of the products.
         BEGUN: gl.constexpr = HAS_COL0 and not SIDES
         along = c[:, None].broadcast_to([OWN, BLOCK])
         t = warpgroup_mma(k0, q0s.index(s).permute((1, 0)), along, use_acc=BEGUN, is_async=True)
@@ -72,7 +72,7 @@ def _span(
         dp = warpgroup_mma(v, gs.index(s).permute((1, 0)), delta, use_acc=not SIDES, is_async=True)
         if SIDES:
             dp = warpgroup_mma(ones, sides.index(s).permute((1, 0)), dp, is_async=True)
-        # Read before anything is waited for, where there are registers for it.
+        # Read before any wait, if there are registers for it.
         if MODE0 == 2:
             t = warpgroup_mma_wait(2 if SIDES else 1, (t,))
         lse2 = _beside(rows, s, MASSES, SIDES).load(ACROSS)[None, :]
@@ -96,7 +96,7 @@ def _span(
             dv = warpgroup_mma(weights, gs.index(s), warpgroup_mma_init(dv), is_async=True)
         u = dp * p
         if MASK:
-            # A weight of zero hides what is not finite.
+            # A weight of zero must hide values that are not finite.
             u = gl.where(p == 0.0, 0.0, u)
         found = u.to(DTYPE)
         if MODE0 == 2:
@@ -165,7 +165,7 @@ def _multiply(
         stride_ids, blocks, parts, num_heads, num_queries, num_keys, first,
     ) = inputs  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    # Sums that this part does not form are as narrow as may be.
+    # Sums that this part does not need are as narrow as possible.
     WIDE0: gl.constexpr = E0 if PART != 2 else 8
     WIDE1: gl.constexpr = E1 if E1 > 0 and PART != 1 else 8
     WIDEV: gl.constexpr = V if PART != 2 else 8
@@ -184,7 +184,7 @@ def _multiply(
         at = (turn % BUFFERS) * 2 + own
         head0 = _of_head(turn, tickets, number0, MODE0, LOG0)
         first_key = low + own * OWN
-        # Of all blocks, those that may see a key of this group, and those that see all of them.
+        # The blocks that may see a key of this group, and those that see all of them.
         high = gl.minimum(first_key + OWN, num_keys) - 1
         begin, end, sure_start, sure_stop = _query_range(
             first_key, high, b, first, LENGTHS, place, num_queries, FILTER
@@ -201,7 +201,7 @@ def _multiply(
             # the ptxas of Triton 3.6 has the second read addresses that only the first has formed.
             sure_start = gl.minimum(gl.maximum(sure_start, begin + 1), end)
             sure_stop = gl.maximum(gl.minimum(sure_stop, end), sure_start)
-            # The last keys are not a whole block: they need their mask throughout.
+            # The last keys are not a full block: all their blocks are masked.
             short = high - first_key < OWN - 1
             sure_start = gl.where(short, end, sure_start)
             sure_stop = gl.where(short, end, sure_stop)
@@ -227,7 +227,7 @@ def _multiply(
                 a1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
         col = cols
         if SIDES:
-            # Two turns: the group that sums up may be one behind.
+            # Two buffers: the group that sums dq may be one turn behind.
             col = cols.index((turn % 2) * 2 + own)
         if SIDES and HAS_COL0:
             # Numbers of keys are columns of the products, as those of queries are. Of what is not finite,
@@ -238,7 +238,7 @@ def _multiply(
             fence_async_shared()
             barrier()
         if BUFFERS > 1:
-            # By now, gradients of the keys before have left.
+            # The gradients of earlier keys have been stored by now.
             if turn > 0:
                 tma.store_wait(0)
                 barrier()
@@ -250,7 +250,7 @@ def _multiply(
         elif STORE < 2:
             _skip(0, begin, done, full, empty, STAGES)
         for span in gl.static_range(3):
-            # In turn: masked, seen by all, masked.
+            # Three ranges: masked, fully visible, masked.
             if span == 0:
                 left, right = begin, sure_start
             elif span == 1:
@@ -283,13 +283,13 @@ def _multiply(
         if LAID:
             c = all_along.index(at).load(DOWN)
         elif HAS_COL0:
-            # Numbers of the next keys are on their way while gradients of these leave.
+            # The numbers of the next keys are in flight while gradients of these are stored.
             c_next = _per_key(C0, scb0, sch0, gc0, b_next, h_next, low + own * OWN, num_keys, DOWN)
         if MODE0 == 1:
             head0 = _grown(_number(turn, tickets, SCALE), LOG0)
         dc = gl.convert_layout(gl.sum(dcs, 1), DOWN)
         if SUMMED:
-            # The group that sums up reads these keys, too.
+            # The group that sums dq reads these keys, too.
             mbarrier.wait(used.index(turn % BUFFERS), (turn // BUFFERS) & 1)
         if PART != 2:
             if NORM0 or (BY_KEYS and WANT0):

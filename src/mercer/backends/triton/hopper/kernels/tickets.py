@@ -1,7 +1,8 @@
 """Tickets: which keys of which head a program works on next, drawn from a counter.
 
-The group that copies draws one for each turn and lays a note about it in shared memory, which all groups
-read. A program that is done draws the next ticket, so that all programs end at about one time.
+The copying group draws a ticket for each turn and writes a note about it to shared memory, which all groups
+read. A finished program draws the next ticket, so all programs end at about the same time. This cannot
+deadlock: a block waits only for blocks with earlier tickets.
 """
 
 from triton.experimental import gluon
@@ -11,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...kernels.visibility import _query_blocks
 from .primitives import BLOCK, NOTE, OWN, barrier
 
-# Notes in shared memory: when one is drawn, all groups have read the note of three turns before.
+# Notes in shared memory: when a ticket is drawn, all groups have read the note of three turns earlier.
 TICKETS = gl.constexpr(4)
-# Where a note has numbers of its head: the scale, and the first number per key.
+# Where a note has the numbers of its head: the scale, and the first number per key.
 SCALE, REFERENCE = gl.constexpr(7), gl.constexpr(8)
 
 
@@ -23,7 +24,7 @@ def _tile(
     FILTER: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Which keys of which head a ticket is for, and the blocks of queries that may see them."""
-    # Head by head, but for the last ones: of those the first blocks come first, which most see.
+    # Head by head, except for the last heads: there, first blocks go first, since most queries see them.
     rest = ticket - (parts - last) * blocks
     along, head = ticket % blocks, ticket // blocks
     block = gl.where(rest < 0, along, rest // last)
@@ -42,7 +43,7 @@ def _tell(
     turn, about, FILTER: gl.constexpr, STORE: gl.constexpr, MODE0: gl.constexpr,
     SUM0: gl.constexpr,
 ):  # fmt: skip
-    """Draws the ticket for a turn; all groups of this program hear of it, and what it is for."""
+    """Draw the ticket for a turn and write its note for all groups of this program."""
     (
         COUNTER, tickets, told, blocks, parts, last, offset, num_heads, num_queries, num_keys, first, LENGTHS,
         S0, C0, ss0, scb0, sch0, gc0,
@@ -55,7 +56,7 @@ def _tell(
     n = gl.arange(0, 32, NOTE)
     note = gl.where(n == 0, ticket, gl.where(n == 1, low, gl.where(n == 2, part, b)))
     note = gl.where(n < 4, note, gl.where(n == 4, h, gl.where(n == 5, start, steps)))
-    # Numbers of the head by their bits.
+    # Numbers of the head, as bits.
     if MODE0 == 1:
         scale = gl.load(S0 + h * ss0)
         note = gl.where(n == SCALE, scale.to(gl.int32, bitcast=True), note)
@@ -70,14 +71,14 @@ def _tell(
 
 @gluon.jit
 def _hear(turn, tickets, told):
-    """The ticket for a turn, and what `_tile` gives for it."""
+    """Read the ticket of a turn, and its `_tile`."""
     mbarrier.wait(told.index(turn % TICKETS), (turn // TICKETS) & 1)
     return _heard(turn, tickets)
 
 
 @gluon.jit
 def _heard(turn, tickets):
-    """The same once more, which takes no registers meanwhile."""
+    """Read it again later, so that it takes no registers meanwhile."""
     note = tickets.index(turn % TICKETS).load(NOTE)
     ticket, low, part = _said(note, 0), _said(note, 1), _said(note, 2)
     b, h, start, steps = _said(note, 3), _said(note, 4), _said(note, 5), _said(note, 6)
