@@ -136,7 +136,7 @@ CALLS = {
         _table(1201), BANDS, {"triton.deltas", "hopper.backward_keys"}, queries=600, keys=600,
         on=HOPPER,
     ),
-    "table-far": Call(_table(33), BANDS),
+    "table-far": Call(_table(33), BANDS | {"triton.merge_far"}, queries=8192, keys=8192),
     "table-per-head": Call(_buckets, {"triton.band_to_table"}),
     "polynomial": Call(mc.Polynomial, ALL),
     "states": Call(

@@ -141,7 +141,10 @@ def test_blocks_of_pairs_that_lie_before_or_after_their_band(filter):
     ids=repr,
 )
 @pytest.mark.parametrize("kernel", [mc.Exponential, lambda: mc.RBF(heads=HEADS)], ids="er")
-def test_keys_beyond_the_reach_of_a_table(kernel, filter):
+def test_keys_beyond_the_reach_of_a_table(kernel, filter, monkeypatch):
+    """They get launches of their own, whose shares of everything are joined."""
+    monkeypatch.setattr(triton_plan, "MANY_KEYS", 1)
+    monkeypatch.setattr(triton_plan, "CUT", 8)
     table = mc.Lookup(torch.randn(5, DIM, generator=torch.Generator().manual_seed(3)))
     compare(kernel() * table, filter, Shape(queries=40, keys=50))
 

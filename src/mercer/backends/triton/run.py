@@ -21,11 +21,12 @@ from .layout import (
     aligned_copy,
     empty,
     next_power_of_two,
+    strides_of,
     tma_descriptor,
     tma_readable,
 )
 from .numbers import prepare
-from .plan import Inputs, Numbers, Plan, Rows, counters, key_parts, plan, stores, within_reach
+from .plan import Inputs, Numbers, Plan, Rows, counters, cut_at_reach, key_parts, plan, stores
 from .reductions import of_all, reduced, to_scales
 from .select import forward_launch, keys_launch, queries_launch
 from .static import Static, are_few
@@ -73,11 +74,24 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
 def forward(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
     """(out, log_mass without the rows of plain factors, rounding error of out, numbers)."""
     v = x.v
-    if are_few(static.shape[2], v.shape[2]) and not static.trains:
+    batch, heads, num_queries = static.shape
+    if are_few(num_queries, v.shape[2]) and not static.trains:
         return _few(x, static)
     ready = prepare(x, static, tables.form(x.bias, static, v))
     keeps = keeps_low(static, v)
-    out, low, lse = forward_of(x, _plan_of(x, static, ready), ready, keeps=keeps)
+    p, *others = _plans_of(x, static, ready)
+    out, low, lse = forward_of(x, p, ready, keeps=keeps)
+    for other in others:
+        from .kernels.forward import merge_far
+
+        far = forward_of(x, other, ready, keeps=keeps)
+        band = ready.band
+        start(
+            merge_far, (-(-num_queries // 64), batch * heads, 1),
+            {"V": p.constants["V"], "BM": 64, "HAS_LOW": keeps, "TOKENS": static.tokens},
+            (out, low, lse, *far, band),
+            (heads, num_queries, v.shape[-1], *strides_of(band, batch)),
+        )  # fmt: skip
     return out, lse, low, ready
 
 
@@ -92,7 +106,7 @@ def _few(x: Inputs, static: Static) -> tuple[Tensor, Tensor, Tensor, Numbers]:
         x = replace(x, q=[_grouped(y, group) for y in x.q])
         ready = ready._replace(band=_grouped(band, group)) if band.numel() else ready
         static = static._replace(shape=(shape[0], shape[1] // group, group), grouped=True)
-    p = _plan_of(x, static, ready)
+    (p,) = _plans_of(x, static, ready)
     out, low, lse = forward_of(x, p, ready, _parts(p), inside)
     return out.view(*shape, -1), lse.view(shape), low, ready._replace(band=band)
 
@@ -126,8 +140,9 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     return x[:, :, 0].unflatten(1, (-1, group))
 
 
-def _plan_of(x: Inputs, static: Static, ready: Numbers) -> Plan:
-    return plan(x, within_reach(static, x.v.shape[2]), ready)
+def _plans_of(x: Inputs, static: Static, ready: Numbers) -> list[Plan]:
+    """The plans of a call: one, or with a table that within its reach and that beyond."""
+    return [plan(x, part, ready) for part in cut_at_reach(static, x.v.shape[2])]
 
 
 def forward_of(
@@ -192,7 +207,8 @@ def backward(
     """
     v = x.v
     ready = prepare(x, static, band) if ready is None else ready
-    p = _plan_of(x, static, ready)
+    plans = _plans_of(x, static, ready)
+    p = plans[0]
     (batch, heads, num_queries), num_keys = static.shape, p.num_keys
     tokens = static.tokens
     grad_out = aligned_copy(grad_out, tokens)
@@ -224,7 +240,8 @@ def backward(
     made = (out, low, lse)
     of_bias: list[Tensor] = []
     banded = x.bias.rows is not None and stores(p)
-    way = "" if TIER is None else TIER.way(x, p, grad_out, _outcome)
+    whole = len(plans) == 1
+    way = TIER.way(x, p, grad_out, _outcome) if whole and TIER is not None else ""
     if banded or way == "stores":
         from .kernels.norms import deltas
 
@@ -247,7 +264,10 @@ def backward(
         _backward_keys(x, p, ready, rows, of_keys, dband[0])
         of_bias = tables.gradients(dband, x.bias, static, v, (x.k[0], dq[0]))
     elif not done:
-        backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse)
+        backward_of(x, p, ready, rows, of_keys, within, made, lse=given_lse, cut=len(plans) > 1)
+    for p in plans[1:]:
+        # Beyond its reach a table only shifts log_mass.
+        backward_of(x, p, ready, rows._replace(lse2=lse2 - band[..., 0]), of_keys, within)
     scales = scales or [
         to_scales(y, to, slot, num_queries, alone)
         for y, to, slot in zip(ds, x.scale, slots, strict=True)
@@ -270,36 +290,43 @@ def backward(
 
 def backward_of(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...], of_queries: tuple[Any, ...],
-    made: tuple[Tensor, Tensor, Tensor], *, lse: bool,
+    made: tuple[Tensor, Tensor, Tensor] | None = None, *, lse: bool = False, cut: bool = False,
 ) -> None:  # fmt: skip
-    """Both passes; `made` are the results of the forward. It fills `rows`."""
+    """Both passes of one plan.
+
+    With `made`, the results of the forward, it fills `rows`. Without, it adds its share to the
+    gradients of an earlier plan.
+    """
+    grad_out, lse2, *_ = rows
+    first, low = made is not None, made is not None and made[1].numel() > 0
     dq, ds, drow, dband, ends = of_queries
-    launch = queries_launch(p, lse=lse, low=made[1].numel() > 0)
+    launch = queries_launch(p, add=not first, cut=cut, lse=lse, low=low)
     c = launch.constants
     if c["TABLE"].tiled:
         dband = tma_descriptor(dband, c["BM"], c["BN"])
     launch(
-        (*_tensors(x, ready, p, launch, "queries"), *rows, *made,
+        (*_tensors(x, ready, p, launch, "queries"), *rows, *(made or (grad_out, grad_out, lse2)),
          dq[0], dq[-1], ds[0], ds[-1], drow[0], drow[-1], dband, ends),
         p.numbers(x.seed),
     )  # fmt: skip
-    _backward_keys(x, p, ready, rows, of_keys)
+    _backward_keys(x, p, ready, rows, of_keys, add=not first)
 
 
 def _backward_keys(
     x: Inputs, p: Plan, ready: Numbers, rows: Rows, of_keys: tuple[Any, ...],
-    dband: Tensor | None = None,
+    dband: Tensor | None = None, *, add: bool = False,
 ) -> None:  # fmt: skip
     """The pass over keys. With `dband` it stores the gradients of all pairs there."""
     grad_out, lse2, delta, *_ = rows
     slots = p.static.slots
     dk, dv, dcol, ds = of_keys
-    if TIER is not None and TIER.keys(x, p, ready, rows, of_keys, dband, _outcome):
+    tier = None if add else TIER
+    if tier is not None and tier.keys(x, p, ready, rows, of_keys, dband, _outcome):
         return
     wide = p.constants["E0"] + p.constants["E1"] + p.constants["V"] > ROOM
     for part in key_parts(slots, wide):
         launch = keys_launch(
-            p, grad_by_tma=tma_readable(grad_out), part=part, store=dband is not None
+            p, grad_by_tma=tma_readable(grad_out), part=part, add=add, store=dband is not None
         )
         c = launch.constants
         launch(

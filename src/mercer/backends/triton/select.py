@@ -40,35 +40,43 @@ def forward_launch(
     return _keep(key, kernel, p, sizes, flags, -(-p.static.shape[2] // sizes.queries), parts)
 
 
-def queries_launch(p: Plan, *, lse: bool, low: bool) -> Launch:
-    """The pass over queries; `lse`: log_mass has a gradient."""
-    found = p.launches.get(key := ("queries", lse, low))
+def queries_launch(
+    p: Plan, *, add: bool = False, cut: bool = False, lse: bool = False, low: bool = False
+) -> Launch:
+    """The pass over queries.
+
+    `add`: it adds to the gradients of an earlier plan; `cut`: a later plan adds to its own; `lse`:
+    log_mass has a gradient.
+    """
+    found = p.launches.get(key := ("queries", add, cut, lse, low))
     if found is not None:
         return found
     from .kernels.backward_queries import backward_queries as kernel
 
     sizes, flags = _common("queries", p)
     flags |= _of_slots(p) | {
-        "SPREAD": _spread("queries", p), "HAS_LSE": lse, "HAS_LOW": low,
-        "TMA": _keys_by_tma("queries", p),
+        "SPREAD": _spread("queries", p), "CUT": cut, "HAS_LSE": lse, "FIRST": not add,
+        "HAS_LOW": low, "ADD": add, "TMA": _keys_by_tma("queries", p),
     }  # fmt: skip
     return _keep(key, kernel, p, sizes, flags, -(-p.static.shape[2] // sizes.queries))
 
 
-def keys_launch(p: Plan, *, grad_by_tma: bool, part: int = 0, store: bool = False) -> Launch:
+def keys_launch(
+    p: Plan, *, grad_by_tma: bool, part: int = 0, add: bool = False, store: bool = False
+) -> Launch:
     """The pass over keys.
 
     `grad_by_tma`: TMA can read the gradient of the output; `part`: see `key_parts`; `store`: it
     stores the gradients of all pairs.
     """
-    found = p.launches.get(key := ("keys", grad_by_tma, part, store))
+    found = p.launches.get(key := ("keys", grad_by_tma, part, add, store))
     if found is not None:
         return found
     from .kernels.backward_keys import backward_keys as kernel
 
     q0, q1, *_ = p.aligned
     sizes, flags = _common("keys", p)
-    flags |= _of_slots(p) | {"PART": part, "STORE": store}
+    flags |= _of_slots(p) | {"ADD": add, "PART": part, "STORE": store}
     flags["TMA"] = q0 and grad_by_tma and (q1 or len(p.static.slots) == 1)
     return _keep(key, kernel, p, sizes, flags, -(-p.num_keys // sizes.keys))
 

@@ -154,12 +154,12 @@ def _keys_span(
 def _store_keys(
     dk, dc, k, c, ref, scale, DK, DC, DS, keys, sums, rows, j, num_keys, width,
     WIDTH: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, SUM: tl.constexpr,
-    SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr,
+    SAVE_COL: tl.constexpr, WANT: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Store dk, dcol and the keys' share of dscale. The sums come without the scale of a head."""
     inside = j < num_keys
     if WANT and MODE == 1:
-        _store(DS + sums + j, _finite(c - ref) * dc if SUM else tl.zeros_like(c), inside)
+        _store(DS + sums + j, _finite(c - ref) * dc if SUM else tl.zeros_like(c), inside, ADD)
     if MODE != 2 and not SCALED:
         dk = dk * scale
         dc = dc * scale
@@ -167,9 +167,9 @@ def _store_keys(
         dk -= dc[:, None] * _finite(k.to(tl.float32))
     e = tl.arange(0, WIDTH)
     target = DK + rows[:, None] * width + e[None, :]
-    _store(target, dk, inside[:, None] & (e[None, :] < width))
+    _store(target, dk, inside[:, None] & (e[None, :] < width), ADD)
     if SAVE_COL:
-        _store(DC + keys + j, dc, inside)
+        _store(DC + keys + j, dc, inside, ADD)
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
@@ -184,12 +184,13 @@ def backward_keys(
     FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr, TOKENS: tl.constexpr,
-    PART: tl.constexpr, HELD: tl.constexpr,
+    PART: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dcol of one block of keys, for one query head.
 
     PART 1: without the second slot. PART 2: only the second slot. Wide slots take a launch each.
-    STORE: all pairs lie in a band, and so do their gradients, from here on.
+    ADD: another pass has stored its share before. STORE: all pairs lie in a band, and so do their
+    gradients, from here on.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -291,14 +292,14 @@ def backward_keys(
     if PART != 2:
         _store_keys(
             dk0, dc0, k0, c0, ref0, head0, DK0, DC0, DS0, keys, sums, rows, j, num_keys, e0, SLOT0.width, SLOT0.mode, SLOT0.norm,
-            SUM0, SLOT0.saves, SLOT0.wants, FORM == POLY,
+            SUM0, SLOT0.saves, SLOT0.wants, FORM == POLY, ADD,
         )  # fmt: skip
         e = tl.arange(0, V)
         target = DV + rows[:, None] * dv + e[None, :]
         mask = (j < num_keys)[:, None] & (e[None, :] < dv)
-        _store(target, dv_, mask)
+        _store(target, dv_, mask, ADD)
     if SLOT1.width > 0 and PART != 1:
         _store_keys(
             dk1, dc1, k1, c1, ref1, head1, DK1, DC1, DS1, keys, sums, rows, j, num_keys, e1, SLOT1.width, SLOT1.mode, SLOT1.norm,
-            SUM1, SLOT1.saves, SLOT1.wants, False,
+            SUM1, SLOT1.saves, SLOT1.wants, False, ADD,
         )  # fmt: skip

@@ -46,7 +46,7 @@ def _queries_span(
     BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
-    STEADY0: tl.constexpr, STEADY1: tl.constexpr, EVENED: tl.constexpr,
+    STEADY0: tl.constexpr, STEADY1: tl.constexpr, EVENED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
 
@@ -150,7 +150,10 @@ def _queries_span(
             dlog = g * p
             if not _strict(FILTER, TABLE.clip):
                 inner += tl.sum(tl.where(after > -TABLE.clip, dlog, 0.0), 1)
-                later += tl.sum(tl.where(after <= -TABLE.clip, dlog, 0.0), 1)
+                if not CUT:
+                    later += tl.sum(tl.where(after <= -TABLE.clip, dlog, 0.0), 1)
+            elif CUT:
+                inner += tl.sum(dlog, 1)
             # Every pair in a band has its own place: a store, no sum. Pairs out of reach are not read.
             if not TABLE.sided:
                 earlier += tl.sum(tl.where(after >= TABLE.clip, dlog, 0.0), 1)
@@ -172,7 +175,7 @@ def _queries_span(
 def _store_queries(
     dq, ds, dr, q, row, scale, common, DQ, DS, DR, line, sums, rows, n, num_queries, width,
     WIDTH: tl.constexpr, MODE: tl.constexpr, LINK: tl.constexpr, NORM: tl.constexpr,
-    HAS_ROW: tl.constexpr, WANT: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_ROW: tl.constexpr, WANT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Store dq, dscale and drow. The sums come without the scale. WHOLE: ds is complete."""
     inside = n < num_queries
@@ -182,16 +185,16 @@ def _store_queries(
             ds += tl.sum(wide * dq, 1) + common
         if NORM and HAS_ROW and not WHOLE:
             ds += dr * row / scale
-        _store(DS + sums + n, ds, inside)
+        _store(DS + sums + n, ds, inside, ADD)
     dq = dq * _down(scale, MODE)
     if HAS_ROW:
         if NORM:
             dq -= (dr * scale)[:, None] * wide
         else:
-            _store(DR + line + n, dr, inside)
+            _store(DR + line + n, dr, inside, ADD)
     e = tl.arange(0, WIDTH)
     target = DQ + rows[:, None] * width + e[None, :]
-    _store(target, dq, inside[:, None] & (e[None, :] < width))
+    _store(target, dq, inside[:, None] & (e[None, :] < width), ADD)
 
 
 @triton.jit(do_not_specialize=["num_heads", "first", "seed"])
@@ -206,9 +209,14 @@ def backward_queries(
     FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
-    HELD: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOW: tl.constexpr,
+    ADD: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, HAS_LSE: tl.constexpr,
+    FIRST: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
-    """dq, dscale, drow and the gradient of a band, of one block of queries."""
+    """dq, dscale, drow and the gradient of a band, of one block of queries.
+
+    CUT: keys beyond the table's reach are left to another pass, which ADDs its share. FIRST: no pass
+    has formed delta and log_mass to the base 2 before.
+    """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -223,19 +231,24 @@ def backward_queries(
     grad = _rows(grad_head, sgt, n, dv, V, num_queries, True)
     rows = _row_of(b, h, n.to(tl.int64), line, num_heads, num_queries, TOKENS)
     # All single loads are issued before the first is used.
-    e = tl.arange(0, V)
-    mask = inside[:, None] & (e[None, :] < dv)
-    out = _exactly(OUT, LOW, rows[:, None] * dv + e[None, :], mask, HAS_LOW)
-    _no_tickets(COUNTERS, bh)
-    delta, lse2 = _delta(grad.to(tl.float32), out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
+    if FIRST:
+        e = tl.arange(0, V)
+        mask = inside[:, None] & (e[None, :] < dv)
+        out = _exactly(OUT, LOW, rows[:, None] * dv + e[None, :], mask, HAS_LOW)
+        _no_tickets(COUNTERS, bh)
+        delta, lse2 = _delta(grad.to(tl.float32), out, GRAD_LSE, LSE, line + n, inside, HAS_LSE)
     if HELD & 1:
         q0 = _held(q0, SLOT0.width, PRECISION)
     if HELD & 2:
         grad = _held(grad, V, PRECISION)
     scale0 = _scale(S0, number0, ss0, h, line, n, inside, SLOT0.mode, SLOT0.log)
     row0 = tl.load(R0 + line + n, mask=inside, other=0.0) if SLOT0.row else none
-    tl.store(DELTA + line + n, delta, mask=inside)
-    tl.store(LSE2 + line + n, lse2, mask=inside)
+    if FIRST:
+        tl.store(DELTA + line + n, delta, mask=inside)
+        tl.store(LSE2 + line + n, lse2, mask=inside)
+    else:
+        delta = tl.load(DELTA + line + n, mask=inside, other=0.0)
+        lse2 = tl.load(LSE2 + line + n, mask=inside, other=float("inf"))
     rate = none
     if FORM == POLY:
         rate = scale0 * tl.exp2(-lse2 / SLOT0.param)
@@ -282,7 +295,7 @@ def backward_queries(
     )
     FIRST_SUM: tl.constexpr = SLOT0.saves or (EACH and PRECISION == "ieee")
     SECOND_SUM: tl.constexpr = SLOT1.width > 0 and SLOT1.saves
-    EVENED: tl.constexpr = 1 if FIRST_SUM else 2 if SECOND_SUM else 0
+    EVENED: tl.constexpr = (1 if FIRST_SUM else 2 if SECOND_SUM else 0) if FIRST else 0
     half0, half1 = none, none
     if STEADY0 and SLOT0.norm:
         half0 = -0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
@@ -320,7 +333,7 @@ def backward_queries(
                 svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, TABLE,
                 _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,
                 _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
-                DROPOUT, PRECISION, BN, BM, SPREAD, TMA, STEADY0, STEADY1, EVENED,
+                DROPOUT, PRECISION, BN, BM, SPREAD, TMA, STEADY0, STEADY1, EVENED, CUT,
             )  # fmt: skip
     # The common change of all weights of a row.
     moved = none
@@ -339,27 +352,31 @@ def backward_queries(
             tl.store(DS0 + sums + n, SLOT0.param * grad_lse / scale0, mask=inside)
         _store_queries(
             dq0, none, none, q0, none, SLOT0.param * rate, none, DQ0, DS0, DR0, line, sums, rows, n, num_queries,
-            e0, SLOT0.width, 2, SLOT0.link, False, False, False, False,
+            e0, SLOT0.width, 2, SLOT0.link, False, False, False, False, ADD,
         )  # fmt: skip
     else:
         if STEADY0:
             ds0 -= (inner - tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)) * later
         _store_queries(
             dq0, ds0, dr0, q0, row0, scale0, ref0 * moved, DQ0, DS0, DR0, line, sums, rows, n, num_queries, e0, SLOT0.width,
-            SLOT0.mode, SLOT0.link, SLOT0.norm, SLOT0.row, SLOT0.wants, STEADY0,
+            SLOT0.mode, SLOT0.link, SLOT0.norm, SLOT0.row, SLOT0.wants, STEADY0, ADD,
         )  # fmt: skip
     if SLOT1.width > 0:
         if STEADY1:
             ds1 -= (inner - tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)) * earlier
         _store_queries(
             dq1, ds1, dr1, q1, row1, scale1, ref1 * moved, DQ1, DS1, DR1, line, sums, rows, n, num_queries, e1, SLOT1.width,
-            SLOT1.mode, SLOT1.link, SLOT1.norm, SLOT1.row, SLOT1.wants, STEADY1,
+            SLOT1.mode, SLOT1.link, SLOT1.norm, SLOT1.row, SLOT1.wants, STEADY1, ADD,
         )  # fmt: skip
     if TABLE.clip >= 0:
         # The gradients of a row's scores sum up to dlog_mass, so the pairs beyond the reach have the rest.
         grad_lse = tl.load(GRAD_LSE + line + n, mask=inside, other=0.0)
         rest = tl.where(lse2 == float("inf"), 0.0, grad_lse) - inner
-        beyond = tl.where(near > sure_start, rest, later)
+        beyond = (
+            tl.where(i >= TABLE.clip, rest, 0.0)
+            if CUT
+            else tl.where(near > sure_start, rest, later)
+        )
         tl.store(ENDS + line + n, beyond, mask=inside)
         if not TABLE.sided:
             other = tl.num_programs(1).to(tl.int64) * num_queries

@@ -31,6 +31,7 @@ from .primitives import (
     _below,
     _block,
     _column,
+    _exactly,
     _head,
     _held,
     _kept,
@@ -387,3 +388,33 @@ def merge(OUTS, MASSES, OUT, LSE, rows, parts, dv, PARTS: tl.constexpr, V: tl.co
     out = tl.sum(out * share[:, None], 0) / safe
     tl.store(OUT + n * dv + e, out.to(OUT.dtype.element_ty), mask=inside)
     tl.store(LSE + n, tl.where(empty, float("-inf"), base + tl.log(safe)))
+
+
+@triton.jit
+def merge_far(
+    OUT, LOW, LSE, FAR, FAR_LOW, FAR_LSE, BAND, num_heads, length, dv, stb, sth, stt,
+    V: tl.constexpr, BM: tl.constexpr, HAS_LOW: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys beyond a table's reach to the others. The table's end shifts their log_mass."""
+    bh = tl.program_id(1)
+    b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
+    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    e = tl.arange(0, V)
+    inside = n < length
+    line = bh.to(tl.int64) * length
+    offset = _row_of(b, h, n, line, num_heads, length, TOKENS)[:, None] * dv + e[None, :]
+    mask = inside[:, None] & (e[None, :] < dv)
+    near = _exactly(OUT, LOW, offset, mask, HAS_LOW)
+    far = _exactly(FAR, FAR_LOW, offset, mask, HAS_LOW)
+    shift = LN2 * tl.load(BAND + b * stb + h * sth + n * stt, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(LSE + line + n, mask=inside, other=float("-inf"))
+    c = tl.load(FAR_LSE + line + n, mask=inside, other=float("-inf")) + shift
+    peak = tl.maximum(a, c, propagate_nan=tl.PropagateNan.ALL)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    first, second = tl.exp(a - base), tl.exp(c - base)
+    mass = first + second
+    empty = mass == 0.0
+    safe = tl.where(empty, 1.0, mass)
+    out = (near * first[:, None] + far * second[:, None]) / safe[:, None]
+    _store_exactly(OUT, LOW, offset, out, mask, HAS_LOW)
+    tl.store(LSE + line + n, tl.where(empty, float("-inf"), base + tl.log(safe)), mask=inside)

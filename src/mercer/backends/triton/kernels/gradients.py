@@ -109,5 +109,8 @@ def _of_columns(sums, ref):
 
 
 @triton.jit
-def _store(target, x, mask):
+def _store(target, x, mask, ADD: tl.constexpr):
+    """Store x. ADD: add it to what an earlier pass has stored."""
+    if ADD:
+        x += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, x.to(target.dtype.element_ty), mask=mask)

@@ -187,7 +187,7 @@ def after_sums(
         sums = line + bh.to(tl.int64) * num_keys
         _store_queries(
             dq0, ds0, none, q0, none, scale0, common, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0, E0,
-            MODE0, 0, False, False, EACH, False,
+            MODE0, 0, False, False, EACH, False, False,
         )  # fmt: skip
     elif bh < num_heads:
         total = _scale_of(

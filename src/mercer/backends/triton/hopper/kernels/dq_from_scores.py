@@ -84,12 +84,12 @@ def stored_to_queries(
         q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, E0, num_queries, True)
     _store_queries(
         dq0, ds0, none, q0, none, scale0, ref0 * moved, DQ0, DS0, DS0, line, sums, rows, n, num_queries, e0,
-        E0, MODE0, 0, NORM0, False, WANT0 and not BY_KEYS, False,
+        E0, MODE0, 0, NORM0, False, WANT0 and not BY_KEYS, False, False,
     )  # fmt: skip
     if E1 > 0:
         _store_queries(
             dq1, none, none, q0, none, scale0, none, DQ1, DS0, DS0, line, sums, rows, n, num_queries, e1, E1,
-            MODE0, 0, False, False, False, False,
+            MODE0, 0, False, False, False, False, False,
         )  # fmt: skip
 
 
