@@ -6,10 +6,9 @@ Captured by dynamo, split by AOT autograd or run as it is: what inductor makes o
 import copy
 
 import pytest
-import test_models_translator
-import test_models_vit
 import torch
-from test_models import draw, make
+from models import test_translator, test_vit
+from models.test_models import draw, make
 
 from mercer import systems
 
@@ -75,7 +74,7 @@ def test_the_adaptive_softmax_stays_as_it_is(graphs):
 
 
 def test_a_translator_learns_the_same():
-    make, draw = test_models_translator.make, test_models_translator.draw
+    make, draw = test_translator.make, test_translator.draw
     model, source, target = make("tsai2019", dtype=torch.float32).train(), draw(), draw(2, 6)
     mask = torch.ones_like(source)
     mask[1, 5:] = 0
@@ -84,8 +83,8 @@ def test_a_translator_learns_the_same():
 
 
 def test_a_vision_transformer_learns_the_same():
-    model = test_models_vit.make("grid")
-    assert_same(model, test_models_vit.draw(), labels=torch.tensor([1, 4]))
+    model = test_vit.make("grid")
+    assert_same(model, test_vit.draw(), labels=torch.tensor([1, 4]))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_gradient_checkpointing_runs_compiled_blocks(graphs):
 
 
 def test_sentences_of_any_length_share_a_graph(graphs):
-    make, draw = test_models_translator.make, test_models_translator.draw
+    make, draw = test_translator.make, test_translator.draw
     model = make("wang2018", dtype=torch.float32, backend="chunked").train()
     model.compile_parts(backend=count_into(graphs), dynamic=None)
     counts = []

@@ -32,7 +32,7 @@ def act(do: str, number: int = 0) -> str:
 @pytest.fixture
 def worker(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    one = Worker("test_workers:act")
+    one = Worker("bench.test_workers:act")
     yield one
     one.close()
 

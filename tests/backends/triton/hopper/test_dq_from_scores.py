@@ -1,7 +1,7 @@
 """Gradients of queries from stored pairs, in Triton's interpreter.
 
 What stores them is worked out by torch: it is in Gluon, which the interpreter does not run. On a
-GPU tests/test_hopper.py has both.
+GPU test_hopper.py has both.
 """
 
 import math

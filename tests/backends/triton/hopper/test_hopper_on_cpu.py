@@ -1,6 +1,6 @@
 """The pass over keys by groups of warps, run from its source by threads.
 
-tests/test_hopper.py has the same on a GPU, where warps, layouts and the compiler have their part.
+test_hopper.py has the same on a GPU, where warps, layouts and the compiler have their part.
 """
 
 import math

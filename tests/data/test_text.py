@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from mercer import data
 from mercer.data import cache, corpus, embedded, encode, tokens
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def find_shared():

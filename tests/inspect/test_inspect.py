@@ -80,7 +80,7 @@ def test_rank_correlation_is_spearmans():
         inspect.rank_correlation(a, {"x": 1.0})
 
 
-DATA = Path(os.environ.get("MERCER_DATA", Path(__file__).parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("MERCER_DATA", Path(__file__).parents[3] / "shared" / "data"))
 STYLE = DATA / "style"
 published = pytest.mark.skipif(
     not (STYLE / "twikers-published").is_dir(),

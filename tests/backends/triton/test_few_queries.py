@@ -1,4 +1,4 @@
-"""How the keys of few queries are cut into parts: what of tests/test_triton.py needs no GPU."""
+"""How the keys of few queries are cut into parts: what of test_triton.py needs no GPU."""
 
 from types import SimpleNamespace
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "steps.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "steps.py"
 
 
 def test_steps_are_timed_beside_the_yardstick(tmp_path, capsys):
