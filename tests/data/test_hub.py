@@ -156,7 +156,7 @@ def test_names():
 
 
 def test_missing_packages_are_named(monkeypatch, tmp_path):
-    for name in ("datasets", "sklearn", "tokenizers", "numpy"):
+    for name in ("datasets", "sklearn", "sklearn.datasets", "tokenizers", "numpy"):
         monkeypatch.setitem(sys.modules, name, None)
     for call, name, extra in (
         (lambda: data.text("wikitext-103", cache_dir=tmp_path), "datasets", "data"),
