@@ -165,7 +165,9 @@ def main() -> int:
     versions: Any = machine["versions"]
     name = slug(f"{machine['device']} torch {versions['torch']} triton {versions['triton']}")
     path = args.output / f"{name}.json"
-    table = Table(path, machine, f"python benchmarks/matrix.py {' '.join(sys.argv[1:])}".strip())
+    # The folder belongs to the machine that ran this, not to the result.
+    given = [x.replace(str(args.output), "results/matrix") for x in sys.argv[1:]]
+    table = Table(path, machine, " ".join(["python benchmarks/matrix.py", *given]))
     table.read(args.resume or path)
 
     todo = configurations()
