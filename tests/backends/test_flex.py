@@ -231,6 +231,17 @@ def test_past_the_limit_it_raises_and_then_refuses(device, monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh")
+def test_what_torch_cannot_compile_is_one_sentence(device, monkeypatch):
+    def fails(graph, inputs):
+        raise AssertionError("no such buffer")
+
+    monkeypatch.setattr(compiled, "COMPILER", fails)
+    q = random(1, 2, 40, 16, device=device)
+    with pytest.raises(RuntimeError, match="name another backend than 'flex'. It said.*no such"):
+        mc.smooth(mc.Exponential(), q, q, q, filter=Odd(), backend="flex")
+
+
+@pytest.mark.usefixtures("fresh")
 def test_it_never_runs_uncompiled(device):
     q = random(1, 2, 40, 16, device=device)
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="all pairs"):

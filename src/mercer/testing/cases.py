@@ -179,7 +179,10 @@ def rounding_of(case: Case) -> float:
     for addend in kernel.kernels if isinstance(kernel, Sum) else [kernel]:
         if not addend.positive:
             # Weights that cancel in their sum magnify every rounding.
-            weight = addend(q, k).tril()
-            largest *= (weight.abs().sum(-1) / weight.sum(-1).abs()).amax().item()
+            seen = case.filter.mask(case.shape.queries, case.shape.keys, device=v.device)
+            weight = addend(q, k.repeat_heads(case.shape.heads)) * seen
+            mass = weight.sum(-1).abs()
+            grows = (weight.abs().sum(-1) / mass)[mass > 0]
+            largest *= grows.amax().item() if grows.numel() else 1.0
     wide = torch.finfo(accumulator(case.dtype)).eps
     return torch.finfo(case.dtype).eps + 4 * wide * (1 + largest)

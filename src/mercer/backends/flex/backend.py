@@ -90,6 +90,11 @@ def _run(task: Task) -> Smoothed:
             "and this shape needs another time; name another backend, or call "
             "torch.compiler.reset()"
         ) from error
+    except compiled.failed() as error:
+        raise RuntimeError(
+            "torch could not compile FlexAttention for this kernel, filter and shape; name another "
+            f"backend than 'flex'. It said: {compiled.summary(error)}"
+        ) from error
     one.shapes.add(compiled.shape_of(task))
     out = out[..., : task.v.shape[-1]]
     if lse is not None:

@@ -110,6 +110,17 @@ def limit() -> type[Exception]:
     return FailOnRecompileLimitHit
 
 
+def failed() -> type[Exception]:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return BackendCompilerFailed
+
+
+def summary(error: Exception) -> str:
+    """How a compiler's message begins; the rest is the graph."""
+    return " ".join(str(error).split())[:200]
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, given: Lowered, mask: BlockMask | None, more: dict[str, Any],
     options: Any,
