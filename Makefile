@@ -1,9 +1,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
+MINUTES ?= 10
 # Beside torch and not through it: a torch for GPUs asks for the Triton that it came with.
 TRITON := triton==3.9.0; sys_platform == 'linux'
 
-.PHONY: run test interpreter lint types bench format clean
+.PHONY: run test interpreter lint types bench soak format clean
 
 run: .venv/ready  ## a study: six kinds of attention as small language models
 	$(BIN)/mercer study quick
@@ -23,6 +24,9 @@ types: .venv/ready
 
 bench: .venv/ready  ## the figures of docs/performance.md, on this machine
 	$(BIN)/python benchmarks/core.py
+
+soak: .venv/ready  ## random kills, damage, texts and compositions, for MINUTES
+	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES)
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

@@ -44,7 +44,7 @@ def attack(seed: int, device: str = "cpu") -> str:
 
 
 def backends_of(*call: Any) -> list[str]:
-    """The backends that take a call. FlexAttention compiles each for seconds, and has its own tests."""
+    """The backends that take a call; not FlexAttention, which compiles each for seconds."""
     return [name for name in taking(*call) if name != "flex"]
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mercer.bench.workers import Worker
 
+TARGET = "faults.{}:attack"
 # Seconds after which an attack counts as hung.
 ATTACKS = {"compositions": 300, "texts": 300, "flips": 120, "kills": 600}
 
@@ -36,22 +37,22 @@ class Soak:
         self.score: Counter[tuple[str, str]] = Counter()
         self.failures: list[str] = []
         self.lock = threading.Lock()
+        self.drawn = 0
         self.stopped = False
 
     def draw(self) -> tuple[str, int] | None:
         """The next attack and its seed, or None at the end."""
         with self.lock:
-            given = sum(self.score.values())
-            enough = self.count is not None and given >= self.count * len(self.names)
+            enough = self.count is not None and self.drawn >= self.count * len(self.names)
             if self.stopped or enough or time.monotonic() > self.end:
                 return None
             name = next(self.turns)
-            self.score[name, "started"] += 1
+            self.drawn += 1
             return name, next(self.seeds[name])
 
     def attack(self, device: str) -> None:
         """Attack until the end, with a process for each kind of attack."""
-        workers = {name: Worker(f"faults.{name}:attack") for name in self.names}
+        workers = {name: Worker(TARGET.format(name)) for name in self.names}
         while (drawn := self.draw()) is not None:
             name, seed = drawn
             reply = workers[name].run({"seed": seed, "device": device}, ATTACKS[name])
