@@ -232,6 +232,8 @@ def _train(task: str, given: dict[str, Any]) -> None:
         )
     except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(str(error), code=1)
     except KeyboardInterrupt:
         _fail("stopped at once; the last checkpoint is kept", code=130)
     finally:

@@ -35,7 +35,11 @@ log = logging.getLogger("mercer.data")
 def choose_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
     """The given folder, or the platform's usual one for caches."""
     if cache_dir is not None:
-        return Path(cache_dir).expanduser()
+        folder = Path(cache_dir).expanduser()
+        for path in (folder, *folder.parents):
+            if path.is_file():
+                raise ValueError(f"the cache {folder} must be a folder, but {path} is a file")
+        return folder
     home = Path.home()
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "mercer"

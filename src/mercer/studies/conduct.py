@@ -7,7 +7,6 @@ failed job does not stop the others.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -104,7 +103,7 @@ def run(
 def _run_one(
     job: Job, study: Study, ledger: Ledger, runner: Runner, screen: Screen, outcome: Outcome
 ) -> bool:
-    """Run one job and record its result; False if it was stopped."""
+    """Run one job and record its result; False if it was stopped, or told to at its end."""
     screen.start(job)
     begun = time.monotonic()
     try:
@@ -122,7 +121,7 @@ def _run_one(
     record = as_record(job, study, result, time.monotonic() - begun)
     ledger.append(record)
     screen.finish(record)
-    return True
+    return not getattr(result, "signal", 0)
 
 
 def as_record(job: Job, study: Study, result: Any, seconds: float) -> Record:
@@ -220,8 +219,5 @@ def train(job: Job, folder: Path, screen: Screen) -> Result:
     from ..train import run as run_training
 
     begun = (folder / "config.json").exists()
-    if not begun:
-        # Killed before the first checkpoint.
-        shutil.rmtree(folder, ignore_errors=True)
     settings = Settings(**job.chosen, output=str(folder), resume=begun)
     return run_training(settings, screen.show, say=lambda text: screen.say(f"{job}: {text}"))

@@ -71,7 +71,7 @@ def _curve(row: Row) -> dict[int, list[float]]:
         for entry in record.history:
             value = entry.get(row.metric.curve.key)
             step = entry.get("step")
-            if value is not None and step is not None:
+            if isinstance(value, int | float) and step is not None:
                 points.setdefault(int(step), []).append(value)
     return dict(sorted(points.items()))
 

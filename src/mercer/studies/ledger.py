@@ -12,15 +12,17 @@ again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from .. import stored
+from ..lock import Lock
 
 MAIN = "results.jsonl"
 
@@ -35,7 +37,7 @@ class Record:
     seed: int
     # "done", or "not converged at step N"
     status: str
-    metrics: dict[str, float | None]
+    metrics: dict[str, float | str | None]
     parameters: int
     flops_per_token: float
     tokens_per_second: float | None
@@ -46,7 +48,7 @@ class Record:
     settings: dict[str, Any]
     # What may change it slightly: versions, device, threads.
     environment: dict[str, Any] = field(default_factory=dict)
-    history: list[dict[str, float | None]] = field(default_factory=list)
+    history: list[dict[str, float | str | None]] = field(default_factory=list)
 
     @property
     def converged(self) -> bool:
@@ -121,14 +123,12 @@ class Ledger:
 @contextmanager
 def claim(folder: Path) -> Iterator[bool]:
     """Lock a folder until the block ends; False if another process has it. A crash unlocks it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(folder.name + ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+    lock = Lock(folder.with_name(folder.name + ".lock"))
+    taken = lock.take()
+    try:
+        yield taken
+    finally:
+        lock.release()
 
 
 def _append(path: Path, records: list[Record]) -> None:
@@ -138,9 +138,14 @@ def _append(path: Path, records: list[Record]) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    with path.open("a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
+    # A file of its own: on Windows a locked file cannot be read.
+    lock = Lock(path.with_name(f".{path.name}.lock"))
+    lock.take(wait=True)
+    try:
+        with path.open("a+b") as file:
+            yield file
+    finally:
+        lock.release()
 
 
 def _write(file: BinaryIO, records: list[Record]) -> None:
@@ -174,9 +179,18 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(line: bytes) -> Record | None:
+    """The record of a line, or None if any part of it has another type than a record's."""
     try:
-        values = json.loads(line)
-        known = {entry.name for entry in fields(Record)}
-        return Record(**{name: value for name, value in values.items() if name in known})
-    except (ValueError, TypeError, AttributeError):
+        values = stored.parse(line)
+        record = stored.make(Record, values)
+    except ValueError:
         return None
+    # Every measure is a number; the signature of BLEU is the only text.
+    measures = [pair for group in (record.metrics, *record.history) for pair in group.items()]
+    sound = (
+        _plain(values) == values
+        and record.seed >= 0
+        and all(not isinstance(x, str) or name == "signature" for name, x in measures)
+        and isinstance(record.environment.get("versions", {}), dict)
+    )
+    return record if sound else None

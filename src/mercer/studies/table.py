@@ -29,7 +29,7 @@ class Row:
     def values(self) -> list[float]:
         """The final figures of the runs that converged."""
         figures = [r.metrics.get(self.metric.key) for r in self.records if r.converged]
-        return [figure for figure in figures if figure is not None]
+        return [figure for figure in figures if isinstance(figure, int | float)]
 
     @property
     def diverged(self) -> list[Record]:

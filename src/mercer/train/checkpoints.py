@@ -7,13 +7,15 @@ safetensors, the rest is JSON.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFull(OSError):
-    """There is no room for a checkpoint. Earlier checkpoints are unchanged."""
+    """There is no room for a file of the run. Earlier checkpoints are unchanged."""
 
 
 class Checkpoints:
@@ -36,32 +38,9 @@ class Checkpoints:
     def save(self, step: int, fill: Callable[[Path], None]) -> Path:
         """Save the files that `fill` writes into a folder as the checkpoint of a step."""
         final = self.folder / f"step-{step:08d}"
-        aside = self.folder / f".writing-{step:08d}-{os.getpid()}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            aside.mkdir()
+        with told_if_full(self.folder, f"the checkpoint of step {step}"), replacing(final) as aside:
             fill(aside)
             _sign(aside)
-            if final.exists():
-                # A damaged one of the same step; os.rename would refuse to replace it.
-                shutil.rmtree(final)
-            os.rename(aside, final)
-            _sync(self.folder)
-        except Exception as error:
-            if (number := _full(error)) is None:
-                raise
-            raise DiskFull(
-                number,
-                f"there is no room for the checkpoint of step {step}; "
-                + (
-                    f"{self.steps()[-1].name} is the last one"
-                    if self.steps()
-                    else "there is no earlier checkpoint"
-                ),
-                str(self.folder),
-            ) from None
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
         self._prune()
         return final
 
@@ -88,9 +67,8 @@ class Checkpoints:
 
     def sweep(self) -> None:
         """Remove half-written checkpoints of killed processes."""
-        if self.folder.is_dir():
-            for path in self.folder.glob(".writing-*"):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(".writing-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self) -> None:
         for path in self._damaged:
@@ -124,18 +102,56 @@ def examine(path: Path) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `final`, whole and on disk, if the block succeeds."""
+    aside = final.with_name(f".writing-{final.name}-{os.getpid()}")
+    try:
+        for left in final.parent.glob(f".writing-{final.name}-*"):
+            # Of a process that was killed.
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        for path in (*(p for p in aside.rglob("*") if p.is_file()), aside):
+            _sync(path)
+        if final.exists():
+            # os.rename would refuse to replace it.
+            shutil.rmtree(final)
+        os.rename(aside, final)
+        _sync(final.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def told_if_full(folder: Path | None, what: str | None = None) -> Iterator[None]:
+    """Raise `DiskFull` if the disk is full: what was not written, and which checkpoint is last."""
+    try:
+        yield
+    except DiskFull:
+        raise
+    except Exception as error:
+        if (number := full_disk(error)) is None:
+            raise
+        what = what or getattr(error, "filename", None)
+        said = f"there is no room for {what}" if what else getattr(error, "strerror", str(error))
+        if folder is not None:
+            steps = Checkpoints(folder, 1).steps()
+            last = (
+                f"{steps[-1].name} is the last one" if steps else "there is no earlier checkpoint"
+            )
+            said += f"; {last}"
+        raise DiskFull(number, said, None if folder is None else str(folder)) from None
+
+
 def _sign(folder: Path) -> None:
-    """Write the manifest, and sync everything to disk before the rename."""
+    """Write the manifest: the size and the SHA-256 of each file."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        _sync(path)
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": _hash(path)}
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(folder)
+    text = json.dumps({"format": 1, "files": files}, indent=2) + "\n"
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def _hash(path: Path) -> str:
@@ -144,14 +160,16 @@ def _hash(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    # Windows syncs no folder, and no file that is open to read.
+    if sys.platform != "win32":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
-def _full(error: Exception) -> int | None:
+def full_disk(error: Exception) -> int | None:
     """The error number, if the error means a full disk."""
     if isinstance(error, OSError) and error.errno in FULL:
         return error.errno

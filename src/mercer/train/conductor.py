@@ -33,25 +33,28 @@ class Conductor(TrainerCallback):
     def _decide(self, step: int, control: TrainerControl) -> None:
         trainer, settings = self.trainer, self.trainer.settings
         last = settings.steps is not None and step >= settings.steps
-        control.should_log = last or step % _given(settings.log_every) == 0
-        control.should_evaluate = not last and step % _given(settings.eval_every) == 0
-        control.should_save = last or step % _given(settings.save_every) == 0
-        trainer.learn(everything=last or control.should_save or control.should_evaluate)
-        if control.should_evaluate and settings.eval_sparingly:
+        log = last or step % _given(settings.log_every) == 0
+        evaluate = not last and step % _given(settings.eval_every) == 0
+        save = last or step % _given(settings.save_every) == 0
+        trainer.learn(everything=last or save or evaluate)
+        if evaluate and settings.eval_sparingly:
             # The clock of the main process decides for all.
             spent = trainer.team.tell(lambda: trainer.judging)
-            control.should_evaluate = spent <= SPARING * trainer.agreed_seconds
+            evaluate = spent <= SPARING * trainer.agreed_seconds
         over = settings.time is not None and trainer.agreed_seconds >= settings.time
         if over or trainer.stopped_by:
             # The last step is checked, too, before it is saved.
             trainer.learn(everything=True)
-            control.should_training_stop = control.should_save = control.should_log = True
-            control.should_evaluate = False
+            control.should_training_stop = save = True
+            # A run that is stopped has the lines of one that is not: its evaluation comes when it
+            # resumes.
+            log, evaluate = log or over, evaluate and not over
+            trainer.owing, evaluate = evaluate, False
         if trainer.broken_at is not None:
             control.should_training_stop = True
-            control.should_save = control.should_evaluate = control.should_log = False
-        if trainer.checkpoints is None:
-            control.should_save = False
+            log = evaluate = save = False
+        control.should_log, control.should_evaluate = log, evaluate
+        control.should_save = save and trainer.checkpoints is not None
 
 
 def _given(number: int | None) -> int:

@@ -15,12 +15,15 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from ..bench import machine
+from ..lock import Lock
+from .checkpoints import full_disk
 from .settings import Settings
 
 
@@ -31,30 +34,32 @@ class Folder:
         self.path = path
         self.writes = path is not None and main
         self.history: list[dict[str, Any]] = []
-        self._lock: IO[str] | None = None
+        self._lock = None if path is None else Lock(path / ".lock")
 
     @property
     def checkpoints(self) -> Path | None:
         return None if self.path is None else self.path / "checkpoints"
 
-    def open(self, settings: Settings) -> dict[str, Any] | None:
-        """Lock the folder for this run; return a finished run's result. ValueError if in use."""
+    def open(self, settings: Settings) -> None:
+        """Lock the folder for this run. ValueError if it is in use."""
         if self.path is None:
-            return None
+            return
+        assert self._lock is not None
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._claim()
+            if not self._lock.take():
+                raise ValueError(f"another process is training in {self.path}")
         except OSError as error:
+            if full_disk(error):
+                raise
             raise ValueError(f"cannot write to {self.path}: {error.strerror or error}") from None
         try:
             self._check(settings)
         except ValueError:
             self.close()
             raise
-        return self.result()
 
     def begin(self, settings: Settings, about: dict[str, Any]) -> None:
-        """Write the settings: from here on the folder holds a run."""
+        """Write the settings, after the first step: from here on the folder holds a run."""
         if self.writes:
             assert self.path is not None
             write(self.path / "config.json", settings.as_json())
@@ -64,7 +69,8 @@ class Folder:
         assert self.path is not None
         config = self.path / "config.json"
         if not config.exists():
-            if any(p.name != ".lock" for p in self.path.iterdir()):
+            # A start that failed before its first step may leave hidden files.
+            if not all(p.name.startswith(".") for p in self.path.iterdir()):
                 raise ValueError(
                     f"{self.path} is not empty and holds no run: give another --output, one that "
                     "is empty or not there yet"
@@ -81,38 +87,24 @@ class Folder:
                 "they were, or start anew with another --output"
             )
 
-    def _claim(self) -> None:
-        """Lock out other processes; the system releases the lock when this process ends."""
-        assert self.path is not None
-        try:
-            import fcntl
-        except ModuleNotFoundError:
-            return
-        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise ValueError(f"another process is training in {self.path}") from None
-
     def close(self) -> None:
         """Release the lock, and remove a folder in which nothing was written."""
-        if self._lock is None:
+        if self._lock is None or not self._lock.held:
             return
         assert self.path is not None
-        if [path.name for path in self.path.iterdir()] == [".lock"]:
-            (self.path / ".lock").unlink()
+        # The folder itself may be gone.
+        unused = [path.name for path in self.path.glob("*")] == [".lock"]
+        self._lock.release(remove=unused)
+        if unused:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
-        self._lock.close()
-        self._lock = None
 
-    def rewind(self, step: int) -> None:
-        """Cut the journal after a step: later lines are written again."""
-        if self.path is None or not (self.path / "metrics.jsonl").exists():
+    def rewind(self, step: int, lines: int | None = None) -> None:
+        """Cut the journal after a step, to its first `lines`: later ones are written again."""
+        if self.path is None:
             return
-        self.history = [r for r in read_journal(self.path) if r["step"] <= step]
-        if self.writes:
+        self.history = [r for r in read_journal(self.path) if r["step"] <= step][:lines]
+        if self.writes and (self.path / "metrics.jsonl").exists():
             write(self.path / "metrics.jsonl", "".join(map(_line, self.history)))
 
     def note(self, record: dict[str, Any]) -> None:
@@ -120,42 +112,55 @@ class Folder:
         self.history.append(record)
         if self.writes:
             assert self.path is not None
-            with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            path = self.path / "metrics.jsonl"
+            with naming(path), open(path, "a", encoding="utf-8") as file:
                 file.write(_line(record))
+
+    def sync(self) -> None:
+        """Bring the journal to disk, so that no checkpoint is ahead of it."""
+        if self.writes:
+            assert self.path is not None
+            path = self.path / "metrics.jsonl"
+            with naming(path), open(path, "a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
 
     def finish(self, result: dict[str, Any]) -> None:
         if self.writes:
             assert self.path is not None
             write(self.path / "result.json", json.dumps(result, indent=2) + "\n")
 
-    def result(self) -> dict[str, Any] | None:
-        """The result of a finished run, or None."""
-        if self.path is None or not (self.path / "result.json").exists():
-            return None
-        found: dict[str, Any] = json.loads((self.path / "result.json").read_text(encoding="utf-8"))
-        return found
-
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a line that a crash cut short is left out."""
+    """The lines of metrics.jsonl; one that cannot be read, such as a torn one, is left out."""
+    path = folder / "metrics.jsonl"
     found = []
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(line))
-    return [record for record in found if isinstance(record, dict) and "step" in record]
+    return [r for r in found if isinstance(r, dict) and type(r.get("step")) is int]
 
 
 def write(path: Path, text: str) -> None:
     """Replace a file in one step: a reader never sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an error of the system, which does so for `open` alone."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""How far a run is, and how long its steps took."""
+"""How far a run is, how long its steps took, and what they saw."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .distributed import Team
+from .settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +56,65 @@ class Stopwatch:
         finally:
             if running:
                 self.start()
+
+
+class Counts:
+    """Tokens and losses of the steps so far, over all processes."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.tokens: Tensor = team.sum([0])[0]
+        # Since the last log, of this process.
+        self._losses = torch.zeros_like(self.tokens)
+        self._logged = 0
+        # Tokens and seconds after the first step, which compiles and allocates.
+        self._mark: tuple[float, float] | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether this process has finished a step."""
+        return self._mark is not None
+
+    def add(self, tokens: Tensor, loss: Tensor, clock: Stopwatch) -> None:
+        """Count a step."""
+        self.tokens = self.tokens + tokens
+        self._losses = self._losses + loss
+        if self._mark is None:
+            # Synchronises, so that later steps are timed from here.
+            self._mark = self.tokens.item(), clock.seconds
+
+    def mean_loss(self, step: int) -> float:
+        """The mean over the steps since the last call; collective."""
+        mean = self._shared_losses() / (step - self._logged)
+        self._losses, self._logged = torch.zeros_like(self._losses), step
+        return mean
+
+    def speed(self, clock: Stopwatch) -> float | None:
+        """Tokens per second of all processes, from the second step on; evaluations do not count."""
+        tokens, seconds = self._mark or (0.0, 0.0)
+        tokens, seconds = self.tokens.item() - tokens, clock.seconds - seconds
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; collective."""
+        losses = self._shared_losses()
+        return {"tokens": self.tokens.item(), "losses": losses, "logged": self._logged}
+
+    def load(self, state: dict[str, Any], *, step: int) -> None:
+        self.tokens = self.tokens + state["tokens"]
+        # An older checkpoint has no losses.
+        self._losses = self._losses + state.get("losses", 0.0)
+        self._logged = state.get("logged", step)
+
+    def _shared_losses(self) -> float:
+        return self.team.sum([self._losses]).item() / self.team.size
+
+
+def seconds_left(
+    settings: Settings, step: int, seconds: float, start: int, before: float
+) -> float | None:
+    """By the pace since step `start`, which was reached after `before` seconds."""
+    left = [] if settings.time is None else [settings.time - seconds]
+    if settings.steps is not None and step > start:
+        left.append((seconds - before) / (step - start) * (settings.steps - step))
+    return max(min(left), 0.0) if left else None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,16 @@ from safetensors.torch import load_model
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from .. import stored
 from ..models.count import count
-from .checkpoints import Checkpoints
+from .board import Board
+from .checkpoints import Checkpoints, replacing, told_if_full
 from .distributed import Team
 from .folder import Folder, describe, read_journal
 from .progress import Progress
 from .settings import Settings
-from .state import gather_model, kept_random, seed_all
+from .signals import end_with_torchrun, signals
+from .state import gather_model, kept_random, read_json, seed_all
 from .tasks import TASKS, Task
 from .trainer import ENDLESS, KernelTrainer
 
@@ -50,7 +52,7 @@ class Result:
     seconds: float
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     folder: str | None = None
-    # The signal that stopped it, 0 for none.
+    # The signal that stopped it, or that came during the last evaluation; 0 for none.
     signal: int = 0
     environment: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -81,15 +83,18 @@ def _run(
     on_progress: Callable[[Progress], None] | None,
     say: Callable[[str], None],
 ) -> Result:
+    end_with_torchrun()
     arguments = make_arguments(settings)
     team = Team(arguments.device, arguments.process_index, arguments.world_size)
     folder = Folder(None if settings.output is None else Path(settings.output), main=team.main)
-    with contextlib.closing(folder):
-        if (ended := team.tell(lambda: folder.open(settings))) is not None:
-            if settings.output is not None and team.main:
-                say(f"the run in {settings.output} has ended before: {ended['status']}")
-            return Result(**ended, history=read_journal(Path(str(settings.output))))
+    with told_if_full(folder.checkpoints), contextlib.closing(folder):
+        team.tell(lambda: folder.open(settings))
+        if (ended := team.tell(lambda: _ended(folder, say))) is not None:
+            return ended
         about = describe(team.device)
+        board = None
+        if settings.tensorboard and folder.writes and folder.path is not None:
+            board = Board(folder.path / "tensorboard", settings)
         seed_all(settings.seed)
         task = TASKS[settings.task](settings)
         seed_all(settings.seed)
@@ -98,7 +103,7 @@ def _run(
         checkpoint = team.tell(lambda: _find(settings, folder, say))
         if checkpoint is not None:
             load_model(model, str(Path(checkpoint) / "model.safetensors"))
-        with signals() as caught, reporting(settings, team) as callbacks:
+        with signals() as signal:
             trainer = KernelTrainer(
                 settings=settings,
                 task=task,
@@ -107,11 +112,11 @@ def _run(
                 team=team,
                 folder=folder,
                 on_progress=on_progress if team.main else None,
-                signal=lambda: caught[0],
-                callbacks=callbacks,
+                signal=signal,
+                about=about,
+                board=board,
             )
-            folder.begin(settings, about)
-            folder.rewind(0 if checkpoint is None else int(Path(checkpoint).name.split("-")[1]))
+            _rewind(folder, checkpoint, say)
             begun = time.perf_counter()
             try:
                 trainer.train(resume_from_checkpoint=checkpoint)
@@ -125,16 +130,44 @@ def _run(
             metrics=metrics,
             parameters=counted.total,
             flops_per_token=counted.flops_per_token,
-            tokens_per_second=trainer.tokens_per_second,
+            tokens_per_second=trainer.counts.speed(trainer.clock),
             seconds=time.perf_counter() - begun,
             history=folder.history,
             folder=settings.output,
-            signal=trainer.stopped_by if status == "stopped" else 0,
+            signal=trainer.stopped_by or signal(),
             environment=about,
         )
         if status != "stopped":
-            folder.finish({n: x for n, x in asdict(result).items() if n != "history"})
+            values = asdict(result) | {"signal": 0}
+            folder.finish({n: x for n, x in values.items() if n != "history"})
         return result
+
+
+def _ended(folder: Folder, say: Callable[[str], None]) -> Result | None:
+    """The result of a run that has ended before, or None."""
+    if folder.path is None or not (path := folder.path / "result.json").exists():
+        return None
+    try:
+        result = stored.read(Result, path, "the result of a run")
+    except ValueError as error:
+        raise ValueError(f"{error}; remove it, and --resume ends the run again") from None
+    say(f"the run in {folder.path} has ended before: {result.status}")
+    history = read_journal(folder.path)
+    if not history:
+        say(f"{folder.path / 'metrics.jsonl'} is gone or empty")
+    return replace(result, history=history)
+
+
+def _rewind(folder: Folder, checkpoint: str | None, say: Callable[[str], None]) -> None:
+    """Cut the journal to what it held when the checkpoint was saved."""
+    if checkpoint is None:
+        folder.rewind(0)
+        return
+    lines = read_json(Path(checkpoint) / "state.json").get("lines")
+    folder.rewind(int(Path(checkpoint).name.split("-")[1]), lines)
+    if folder.writes and lines is not None and len(folder.history) < lines:
+        missing = lines - len(folder.history)
+        say(f"{folder.path}/metrics.jsonl lacks {missing} of {lines} lines; new ones follow")
 
 
 def _status(trainer: KernelTrainer) -> str:
@@ -150,9 +183,10 @@ def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]
         weights = gather_model(trainer.model)
         path = folder.path / "model"
         if folder.writes:
-            task.save_model(trainer.model, weights, path)
-            if task.tokenizer is not None:
-                task.tokenizer.save_pretrained(path)
+            with told_if_full(folder.checkpoints, str(path)), replacing(path) as aside:
+                task.save_model(trainer.model, weights, aside)
+                if task.tokenizer is not None:
+                    task.tokenizer.save_pretrained(aside)
     return trainer.metrics
 
 
@@ -224,47 +258,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def signals() -> Iterator[list[int]]:
-    """Record SIGINT and SIGTERM: the run finishes its step and saves a checkpoint first.
-
-    A second signal ends the process. Works in the main thread only; elsewhere it does nothing.
-    """
-    caught = [0]
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    before: dict[int, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        caught[0] = number
-        signal.signal(number, before[number])
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, note)
-    try:
-        yield caught
-    finally:
-        for caught_one, handler in before.items():
-            signal.signal(caught_one, handler)
-
-
-@contextlib.contextmanager
-def reporting(settings: Settings, team: Team) -> Iterator[list[Any]]:
-    """TensorBoard, if wanted: Trainer's callback, with a writer in the run's folder."""
-    if not (settings.tensorboard and settings.output and team.main):
-        yield []
-        return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("--tensorboard needs tensorboard: pip install 'mercer[train]'") from None
-    from transformers.integrations.integration_utils import TensorBoardCallback
-
-    writer = SummaryWriter(str(Path(settings.output) / "tensorboard"))
-    try:
-        yield [TensorBoardCallback(writer)]
-    finally:
-        writer.close()

@@ -11,9 +11,11 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from .. import stored
 
 TASKS = ("lm", "translation", "vision")
 DTYPES = ("float32", "bfloat16")
@@ -186,13 +188,13 @@ class Settings:
     @classmethod
     def read(cls, path: Path) -> Settings:
         """Settings from JSON as `as_json` gives it."""
+        what = "the settings of a run"
+        found = stored.read(cls, path, what)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            known = {f.name for f in fields(cls)}
-            found = {name: value for name, value in found.items() if name in known}
-            return cls(**(found | {"betas": tuple(found["betas"])}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} cannot be read as the settings of a run: {error}") from None
+            found.resolve()
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read as {what}: {error}") from None
+        return found
 
     def changes(self, other: Settings) -> dict[str, tuple[Any, Any]]:
         """Fields that decide a result and differ: name -> (here, there)."""

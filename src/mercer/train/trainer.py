@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
+from .board import Board
 from .checkpoints import Checkpoints
 from .conductor import Conductor
 from .distributed import Spread, Team, Watch, spread
 from .folder import Folder
 from .optimiser import make_optimizer, rate_after
 from .order import Order, Stream
-from .progress import Progress, Stopwatch
+from .progress import Counts, Progress, Stopwatch, seconds_left
 from .settings import Settings
 from .state import (
     gather_model,
@@ -65,7 +67,8 @@ class KernelTrainer(Trainer):
         folder: Folder,
         on_progress: Callable[[Progress], None] | None,
         signal: Callable[[], int],
-        callbacks: list[TrainerCallback],
+        about: dict[str, Any],
+        board: Board | None,
     ) -> None:
         self.settings = settings
         self.task = task
@@ -73,17 +76,19 @@ class KernelTrainer(Trainer):
         self.folder = folder
         self.on_progress = on_progress
         self.signal = signal
+        self.about = about
+        self.board = board
         self.watch = Watch(team)
         self.clock = Stopwatch()
         self.agreed_seconds = 0.0
         self.broken_at: int | None = None
         self.stopped_by = 0
         self.metrics: dict[str, float] = {}
-        # Seconds spent in evaluations.
+        # Seconds spent in evaluations, and whether one is left over from before a stop.
         self.judging = 0.0
-        self._tokens = self._tokens_seen = team.sum([0])[0]
-        # Tokens and seconds after the first step, which compiles and allocates.
-        self._mark: tuple[float, float] | None = None
+        self.owing = False
+        self.counts = Counts(team)
+        self._tokens = self.counts.tokens
         self._began = 0.0
         self._progress = Progress(step=0, steps=settings.steps)
         self._step_loss: Tensor | None = None
@@ -98,7 +103,7 @@ class KernelTrainer(Trainer):
             args=arguments,
             train_dataset=Stream(task.train, settings.seed),
             data_collator=task.collate,
-            callbacks=[Conductor(self), *callbacks],
+            callbacks=[Conductor(self)],
         )
         self.remove_callback(PrinterCallback)
         # Our loss is already a share of the step's loss: Trainer must not divide it again.
@@ -200,15 +205,18 @@ class KernelTrainer(Trainer):
         seed_all(self.settings.seed, self.team.rank, state.global_step)
         self.order.start = state.global_step
         self.clock.start()
+        if self.owing:
+            self.owing = False
+            self.evaluate()
 
     def note_step(self, step: int) -> None:
         """Share this process's outcome of a step with all processes."""
         assert self._step_loss is not None
-        self._tokens_seen = self._tokens_seen + self._tokens
         self.watch.post(step, self._step_loss, self._norm, self.signal(), self.clock.seconds)
-        if self._mark is None:
-            # Synchronises, so that later steps are timed from here.
-            self._mark = self._tokens_seen.item(), self.clock.seconds
+        first = not self.counts.started
+        self.counts.add(self._tokens, self._step_loss, self.clock)
+        if first:
+            self.folder.begin(self.settings, self.about)
 
     def learn(self, *, everything: bool) -> None:
         """Read the shared outcomes: all up to this step, or those that have arrived."""
@@ -218,49 +226,36 @@ class KernelTrainer(Trainer):
             if bad and self.broken_at is None:
                 self.broken_at = step
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens of all processes, from the second step on; evaluations do not count."""
-        tokens, seconds = self._mark or (0.0, 0.0)
-        tokens, seconds = self._tokens_seen.item() - tokens, self.clock.seconds - seconds
-        return tokens / seconds if tokens > 0 and seconds > 0 else None
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a line of the journal and call `on_progress`."""
         if "loss" not in logs:
             # Trainer's summary at the end.
             return
-        step, speed = self.state.global_step, self.tokens_per_second
+        step, speed = self.state.global_step, self.counts.speed(self.clock)
+        # Trainer's mean starts again with each process.
+        loss = self.counts.mean_loss(step)
         numbers = {
-            "loss": logs["loss"],
+            "loss": loss,
             "learning_rate": logs["learning_rate"],
             "grad_norm": float(logs.get("grad_norm", math.nan)),
-            "tokens": int(self._tokens_seen.item()),
+            "tokens": int(self.counts.tokens.item()),
             "seconds": round(self.clock.seconds, 4),
         }
         self._tell(
             step, numbers | ({} if speed is None else {"tokens_per_second": round(speed, 1)})
         )
+        left = seconds_left(self.settings, step, self.clock.seconds, self.order.start, self._began)
         self._progress = Progress(
-            step=step, steps=self.settings.steps, loss=logs["loss"],
-            learning_rate=logs["learning_rate"], tokens_per_second=speed,
-            seconds_left=self._seconds_left(),
+            step=step, steps=self.settings.steps, loss=loss, learning_rate=logs["learning_rate"],
+            tokens_per_second=speed, seconds_left=left,
         )  # fmt: skip
         if self.on_progress is not None:
             self.on_progress(self._progress)
 
     def _tell(self, step: int, numbers: dict[str, Any]) -> None:
         self.folder.note({"step": step, **numbers})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
-
-    def _seconds_left(self) -> float | None:
-        step, settings = self.state.global_step, self.settings
-        done = self.clock.seconds
-        left = [] if settings.time is None else [settings.time - done]
-        if settings.steps is not None and step > self.order.start:
-            pace = (done - self._began) / (step - self.order.start)
-            left.append(pace * (settings.steps - step))
-        return max(min(left), 0.0) if left else None
+        if self.board is not None:
+            self.board.note(step, numbers)
 
     def evaluate(
         self,
@@ -279,11 +274,7 @@ class KernelTrainer(Trainer):
         if self.on_progress is not None:
             step = self.state.global_step
             self.on_progress(replace(self._progress, step=step, metrics=self.metrics))
-        prefixed = {f"{metric_key_prefix}_{name}": value for name, value in self.metrics.items()}
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, prefixed
-        )
-        return prefixed
+        return {f"{metric_key_prefix}_{name}": value for name, value in self.metrics.items()}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Everything the next step depends on; collective."""
@@ -298,7 +289,10 @@ class KernelTrainer(Trainer):
                     if name != "lr_lambdas"
                 },
                 "seconds": self.clock.seconds,
-                "tokens": self._tokens_seen.item(),
+                "judging": self.judging,
+                "owing": self.owing,
+                "lines": len(self.folder.history),
+                **self.counts.state(),
             }
             chance = gather_random()
 
@@ -309,9 +303,12 @@ class KernelTrainer(Trainer):
                 (path / "random.json").write_text(json.dumps(chance), encoding="utf-8")
                 self.state.save_to_json(str(path / "trainer_state.json"))
 
+            def save(checkpoints: Checkpoints) -> None:
+                self.folder.sync()
+                checkpoints.save(self.state.global_step, fill)
+
             # If the disk is full, all processes get the error and end.
-            checkpoints, step = self.checkpoints, self.state.global_step
-            self.team.tell(lambda: str(checkpoints.save(step, fill)))
+            self.team.tell(partial(save, self.checkpoints))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Do nothing: the weights were loaded before the model was sharded."""
@@ -326,7 +323,8 @@ class KernelTrainer(Trainer):
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.clock.before = self._began = self.agreed_seconds = state["seconds"]
-        self._tokens_seen = self._tokens_seen + state["tokens"]
+        self.judging, self.owing = state.get("judging", 0.0), state.get("owing", False)
+        self.counts.load(state, step=self.state.global_step)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
