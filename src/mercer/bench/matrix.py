@@ -6,7 +6,6 @@ compile the same code.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from ..kernels import (
     RationalQuadratic,
 )
 from ..kernels.entry import normal
+from ..lock import Lock
 from ..testing.cases import Case, Shape, rounding_of
 from . import catalogue
 
@@ -256,8 +256,9 @@ def _over(sums: dict[str, list[float]], rounding: float) -> list[str]:
 def _dense_errors(case: Case, log_mass: bool, want: dict[str, Tensor]) -> dict[str, float]:
     """The sums of squared errors of the dense formula in the case's dtype."""
     # The dense formula holds B H Q K D differences: one process at a time.
-    with (Path(tempfile.gettempdir()) / "mercer-matrix.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = Lock(Path(tempfile.gettempdir()) / "mercer-matrix.lock")
+    lock.take(wait=True)
+    try:
         got = case.run("reference", log_mass=log_mass)
         errors = {}
         for name, x in want.items():
@@ -266,6 +267,8 @@ def _dense_errors(case: Case, log_mass: bool, want: dict[str, Tensor]) -> dict[s
         del got
         if case.device != "cpu":
             torch.cuda.empty_cache()
+    finally:
+        lock.release()
     return errors
 
 
