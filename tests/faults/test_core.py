@@ -87,24 +87,16 @@ def test_contents_that_cannot_be_read_are_compared_by_identity():
     assert hash(filter) == hash(filter)
 
 
-def test_a_filter_that_a_compiled_function_reads_may_be_written_to():
-    filter, q = mc.Padding([40, 40]), inputs()
-    run = torch.compile(
-        lambda *x: mc.smooth(mc.Exponential(), *x, filter=filter), backend="eager", fullgraph=True
-    )
-    run(*q)
-    filter.lengths.copy_(torch.tensor([5, 20]))
-    want = mc.smooth(mc.Exponential(), *q, filter=mc.Padding([5, 20]))
-    assert torch.allclose(run(*q), want, atol=1e-6)
+def test_compiled_functions_may_hold_a_filter_and_make_one():
+    held, q = mc.Documents(IDS // 40), inputs()
 
-
-def test_a_compiled_function_may_make_a_filter():
-    def run(lengths, ids, *x):
-        return mc.smooth(mc.Exponential(), *x, filter=mc.Padding(lengths) & mc.Documents(ids))
+    def run(lengths, *x):
+        return mc.smooth(mc.Exponential(), *x, filter=held & mc.Padding(lengths))
 
     compiled = torch.compile(run, backend="eager", fullgraph=True)
-    for lengths in ([40, 3], [1, 2]):
-        given = (torch.tensor(lengths), IDS // 7, *inputs())
+    for ids, lengths in ((40, [40, 3]), (7, [1, 2])):
+        held.ids.copy_(IDS // ids)
+        given = (torch.tensor(lengths), *q)
         assert torch.allclose(compiled(*given), run(*given), atol=1e-6)
 
 
@@ -113,3 +105,82 @@ def test_a_compiled_function_may_make_a_filter():
 def test_a_table_must_be_whole_numbers(make, table):
     with pytest.raises(ValueError, match="must be whole numbers"):
         make(table)
+
+
+# Finite keys whose lifted numbers or products overflow: dtype, what key 7 holds, kernel.
+HUGE = {
+    "rbf, float16": (torch.float16, 730.0, lambda: mc.RBF()),
+    "rbf per head, float16": (torch.float16, 730.0, lambda: mc.RBF([1.0, 30.0])),
+    "largest, float16": (torch.float16, 65504.0, lambda: mc.RBF(300.0)),
+    "product, float16": (torch.float16, 730.0, lambda: mc.RBF() * mc.Exponential()),
+    "softmax, float32": (torch.float32, 1e38, lambda: mc.Exponential()),
+    "rbf, float32": (torch.float32, 1e38, lambda: mc.RBF()),
+    "softmax, bfloat16": (torch.bfloat16, 1e38, lambda: mc.Exponential()),
+    "largest, bfloat16": (torch.bfloat16, 3.38e38, lambda: mc.RBF()),
+}
+
+
+def close(got, want, dtype):
+    return torch.allclose(got.float(), want.float(), atol=16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["out", "log_mass"])
+@pytest.mark.parametrize("name", HUGE)
+@torch.no_grad()
+def test_a_huge_key_that_is_hidden_changes_nothing(name, mass):
+    dtype, value, kernel = HUGE[name]
+    q, k, v = inputs(1, width=64, dtype=dtype)
+    k[:, :, 7] = value
+    options = {"filter": mc.Padding([7]), "return_log_mass": mass}
+    got = mc.smooth(kernel(), q, k, v, backend="sdpa", **options)
+    want = mc.smooth(kernel(), q, k, v, backend="chunked", **options)
+    for a, b in zip(got, want, strict=True) if mass else [(got, want)]:
+        assert close(a, b, dtype)
+
+
+# A number that is visible and does not fit float16: kernel, what is multiplied, the reason.
+TOO_LARGE = {
+    "key": (lambda: mc.RBF(), ("k", 800.0), "number of a key"),
+    "scale": (lambda: mc.RBF(0.01), ("q", 1.0), "a scale"),
+    "scale of a query": (lambda: mc.AdaptiveRBF(64, 0.01), ("q", 1.0), "a scale"),
+    "no bandwidth left": (lambda: mc.RBF(1e-15), ("q", 1.0), "a (query times its )?scale"),
+    "query": (lambda: mc.RBF(0.1), ("q", 9000.0), "a query times its scale"),
+    "query of a product": (
+        lambda: mc.Exponential(100.0) * mc.Exponential(1.0), ("q", 9000.0),
+        "a query times its scale",
+    ),
+    "slope": (lambda: mc.Exponential() * mc.ALiBi([300.0, 1.0]), ("q", 1.0), "a scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("filter", [mc.Causal(), mc.Causal() & mc.Window(3, 0)], ids=repr)
+@pytest.mark.parametrize("name", TOO_LARGE)
+@torch.no_grad()
+def test_what_does_not_fit_float16_is_refused_with_its_reason(name, filter):
+    kernel, (part, factor), reason = TOO_LARGE[name]
+    q, k, v = inputs(1, width=64, dtype=torch.float16)
+    q, k = (q * factor, k) if part == "q" else (q, k.sign() * factor)
+    with pytest.raises(ValueError, match=f"'sdpa' cannot run this: .*{reason}.* float16"):
+        mc.smooth(kernel(), q, k, v, filter=filter, backend="sdpa")
+    assert mc.explain(kernel(), q, k, v, filter=filter).backend == "chunked"
+
+
+@torch.no_grad()
+def test_where_numbers_cannot_be_read_float16_is_refused_whatever_they_are(monkeypatch):
+    x = inputs(1, dtype=torch.float16)
+    assert mc.explain(mc.RBF(), *x).backend == "sdpa"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert "may not fit float16" in mc.explain(mc.RBF(), *x).refusals["sdpa"]
+    assert mc.explain(mc.Exponential(), *x).backend == "sdpa"
+    assert mc.explain(mc.Exponential() * mc.Exponential(0.5), *x).backend == "sdpa"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@torch.no_grad()
+def test_what_is_not_finite_is_not_taken_for_a_large_number(bad):
+    q, k, v = inputs(1, width=64, dtype=torch.float16)
+    q[:, :, 3, 0], k[:, :, 5, 0] = bad, bad
+    out = mc.smooth(mc.AdaptiveRBF(64), q, k, v, filter=mc.Window(2, 2), backend="sdpa")
+    spoiled = out.isnan().all(-1)[0, 0]
+    assert spoiled.nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
+    assert not out.isnan()[0, 0, ~spoiled].any()
