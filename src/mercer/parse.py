@@ -128,7 +128,7 @@ class _Reader:
     def _argument(self, node: ast.expr) -> Any:
         match node:
             case ast.Call(func=ast.Name(id=name)) if self.inner:
-                return self._call(node, name, {**self.names, **self.inner})
+                return self._call(node, name, self.inner)
             case ast.BinOp() if self.inner:
                 # The kernel inside a position has the grammar of kernels.
                 return kernel(ast.unparse(node))

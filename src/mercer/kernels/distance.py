@@ -269,10 +269,13 @@ class AdaptiveRBF(Distance):
 
 def squared_distance(q: Tensor, k: Tensor) -> Tensor:
     """|q_i - k_j|^2 by differences, [B, H, Q, K]: exact, and as large as B H Q K D."""
-    if q.dtype == torch.float16:
-        # It ends at 65504, which a sum of squares soon exceeds.
-        q, k = q.float(), k.float()
-    return (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
+    q, k = q[..., :, None, :], k[..., None, :, :]
+    squares = (q - k).square().sum(-1)
+    if q.dtype != torch.float16:
+        return squares
+    # float16 ends at 65504. Sums beyond it are taken in float32. The others keep their rounding,
+    # which is the measure of other backends.
+    return torch.where(squares.isinf(), (q.float() - k.float()).square().sum(-1), squares.float())
 
 
 def _times_square(number: str, s: str) -> str:

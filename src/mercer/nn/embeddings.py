@@ -50,7 +50,7 @@ class Learned(nn.Module):
         return self.weight[places]
 
 
-def embedding_of(given: Sinusoid | Learned | None) -> Sinusoid | Learned:
+def embedder(given: Sinusoid | Learned | None) -> Sinusoid | Learned:
     """The embedding itself, or a sinusoid where none is given."""
     if given is not None and not isinstance(given, Sinusoid | Learned):
         raise ValueError(f"embedding must be Sinusoid or Learned, got {type(given).__name__}")

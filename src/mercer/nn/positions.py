@@ -20,9 +20,7 @@ from ..kernels import ALiBi as ALiBiKernel
 from ..kernels import Exponential, Kernel, Lookup
 from ..kernels import RelativeSinusoid as RelativeSinusoidKernel
 from ..term.sinusoids import waves
-from .embeddings import (
-    Learned, Sinusoid, check_base, check_whole, embedding_of, in_heads, last_place,
-)  # fmt: skip
+from .embeddings import Learned, Sinusoid, check_base, check_whole, embedder, in_heads, last_place
 
 
 class Position(nn.Module):
@@ -74,7 +72,7 @@ class DirectSum(Position):
 
     def __init__(self, embedding: Sinusoid | Learned | None = None) -> None:
         super().__init__()
-        self.embedding = embedding_of(embedding)
+        self.embedding = embedder(embedding)
 
     @property
     def adds(self) -> bool:
@@ -173,7 +171,7 @@ class ProductKernel(Position):
         symmetric: bool = True,
     ) -> None:
         super().__init__()
-        self.embedding = embedding_of(embedding)
+        self.embedding = embedder(embedding)
         kernel = Exponential(on="position") if kernel is None else kernel
         if not isinstance(kernel, Kernel):
             raise ValueError(f"kernel must be a Kernel, got {type(kernel).__name__}")
