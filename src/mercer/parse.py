@@ -31,7 +31,8 @@ POSITION_NAMES: Names = {
     )
 }  # fmt: skip
 FILTERS: Names = {f.__name__: f for f in filters.FILTERS if f.entry and f.entry.text}
-LONGEST = 2000
+# Bounds on a text: characters, levels of its syntax tree, and the size of a whole number.
+LONGEST, DEEPEST, LARGEST = 2000, 100, 2**24
 OPERATORS: Mapping[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("+", operator.add),
     ast.Mult: ("*", operator.mul),
@@ -71,7 +72,14 @@ def _read(text: str, what: str, kind: type[T], names: Names, inner: Names, opera
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ValueError(f"{what} must be a formula, but {text!r} is not one: {reason}") from None
+        raise ValueError(
+            f"{what} must be a formula, but {_short(text)!r} is not one: {reason}"
+        ) from None
+    if (depth := _depth(tree)) > DEEPEST:
+        raise ValueError(
+            f"{what} {_short(text)!r} must be nested at most {DEEPEST} levels deep, got {depth}: "
+            "a sum or product has a level for each member"
+        )
     return cast(T, _Reader(text.strip(), what, kind, names, inner, operators).build(tree))
 
 
@@ -113,31 +121,48 @@ class _Reader:
         named = {str(k.arg): self._argument(k.value) for k in node.keywords}
         try:
             return names[name](*args, **named)
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, RuntimeError, ArithmeticError) as error:
             reason = str(error).replace("__init__()", name).removeprefix(f"{name}.")
             raise self._wrong(node, f"has wrong arguments: {reason}") from None
 
     def _argument(self, node: ast.expr) -> Any:
         match node:
             case ast.Call(func=ast.Name(id=name)) if self.inner:
-                return self._call(node, name, {**self.names, **self.inner})
+                return self._call(node, name, self.inner)
             case ast.BinOp() if self.inner:
                 # The kernel inside a position has the grammar of kernels.
                 return kernel(ast.unparse(node))
         try:
-            return ast.literal_eval(node)
+            value = ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            raise self._wrong(node, "is not a number, a string, a list or True, False, None") from (
-                None
-            )
+            value = ...
+        each = value if isinstance(value, list | tuple) else [value]
+        if not all(x is None or isinstance(x, bool | int | float | str) for x in each):
+            raise self._wrong(node, "is not a number, a string, a list or True, False, None")
+        if any(isinstance(x, int) and abs(x) > LARGEST for x in each):
+            raise self._wrong(node, f"is beyond the largest whole number, {LARGEST}")
+        return value
 
     def _unknown(self, name: str, names: Names) -> str:
         return f"there is no {self.what} {name!r}; there are: {', '.join(names)}"
 
     def _wrong(self, node: ast.AST, why: str) -> ValueError:
         part = ast.get_source_segment(self.text, node) or self.text
-        where = "" if part == self.text else f" in {self.text!r}"
-        return ValueError(f"{self.what} {part!r}{where} {why}")
+        where = "" if part == self.text else f" in {_short(self.text)!r}"
+        return ValueError(f"{self.what} {_short(part)!r}{where} {why}")
+
+
+def _depth(tree: ast.AST) -> int:
+    """The levels of a tree, without recursion."""
+    depth, level = 0, [tree]
+    while level:
+        depth += 1
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    return depth
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
 
 
 def _example(what: str) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..filters.base import can_read
 from ..opaque.operators import fake, learns, operator
 from ..term.layout import accumulator, as_column, join, pad_features, repeat
 from ..term.mix import Smoothed
@@ -24,8 +25,9 @@ name = "sdpa"
 dense_mask = True
 # Which parts of a and b to multiply for a product of three times the dtype's precision.
 PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
-# float16 ends at 65504; shifted by this, squared norms up to 1e7 fit.
+# float16 ends at LARGEST; shifted by this, squared norms up to 3e7 fit.
 FLOAT16_SHIFT = 256.0
+LARGEST = 65504.0
 
 
 def refuses(task: Task) -> str | None:
@@ -43,7 +45,43 @@ def refuses(task: Task) -> str | None:
         return "in half precision the gradient of a learned scale would be inaccurate"
     if task.log_mass and device != "cpu":
         return f"it returns no log_mass on {device}"
+    return _too_large(task) if task.v.dtype == torch.float16 else None
+
+
+def _too_large(task: Task) -> str | None:
+    """Why a number of the lifted features may not fit float16, or None."""
+    if _is_plain(task.term):
+        return None
+    for f in task.term.factors:
+        if not f.keyed and not isinstance(f.scale, Tensor) and abs(f.scale) <= 1:
+            continue
+        # Reading the data would synchronise with a GPU, and a graph has no branches.
+        if task.device.type != "cpu" or not can_read(task.v):
+            return "a scale or a number per key may not fit float16, and reading them would wait"
+        # What is not finite is cleaned before it runs.
+        scale, whole = as_column(f.scale, f.q, torch.float32).detach(), f.q.isfinite().all(-1, True)
+        if f.width and not _fits(scale * f.q.detach().abs().amax(-1, True), whole, LARGEST):
+            return "a query times its scale does not fit float16"
+        if f.col is None:
+            continue
+        if not _fits(scale, whole, LARGEST / FLOAT16_SHIFT):
+            return "a scale does not fit float16"
+        col, whole = f.col.detach(), f.k.isfinite().all(-1)
+        if not _fits(col, whole, LARGEST * FLOAT16_SHIFT) and not _fits(
+            col, whole & _seen(task), LARGEST * FLOAT16_SHIFT
+        ):
+            return "the number of a key does not fit float16"
     return None
+
+
+def _fits(x: Tensor, among: Tensor, largest: float) -> bool:
+    return bool(((x.abs() <= largest) | ~among).all())
+
+
+def _seen(task: Task) -> Tensor:
+    """The keys that any query sees, [B or 1, 1, K]."""
+    mask = task.filter.sdpa(task.num_queries, task.num_keys, task.device)["attn_mask"]
+    return torch.tensor(True) if mask is None else mask.any(-2)
 
 
 def memory(task: Task) -> int:
@@ -76,6 +114,9 @@ def _run(task: Task) -> Smoothed:
     v = repeat(task.v, task.batch, task.v.shape[1])
     q, k = repeat(q, task.batch, task.heads), repeat(k, task.batch, k.shape[1])
     arguments = task.filter.sdpa(task.num_queries, task.num_keys, device)
+    if arguments["attn_mask"] is not None:
+        # A mask is added to the products, and that of a hidden key may be infinite.
+        k = torch.where(arguments["attn_mask"].any(-2)[..., None], k, 0.0)
     width = max(q.shape[-1], v.shape[-1])
     if device.type != "cpu":
         width += -width % 8

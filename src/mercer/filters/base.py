@@ -8,7 +8,7 @@ FlexAttention's block mask, and with `covers` the blocks that a blockwise backen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import and_, or_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,11 +36,24 @@ class Span:
     last: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Filter(Spec):
-    """M(i), the keys that query i sees. A subclass defines `sees`; `covers` makes it fast."""
+    """M(i), the keys that query i sees. A subclass defines `sees`; `covers` makes it fast.
+
+    Equality follows the fields: tensors by their contents, or by identity where reading them would
+    synchronise with a device.
+    """
 
     entry: ClassVar[Entry | None] = None
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        names = [field.name for field in fields(self)]
+        return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *(_contents(getattr(self, f.name)) for f in fields(self))))
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         """Whether i sees j; `start` is the place of the first query, K - Q."""
@@ -168,6 +181,30 @@ class Filter(Spec):
             mask_mod=self.mask_mod(num_queries, num_keys),
             seq_lengths=(num_queries, num_keys),
         )
+
+
+def can_read(x: Tensor) -> bool:
+    """Whether the data may be read: not of a compiled graph, nor of a CUDA graph being captured."""
+    if torch.compiler.is_compiling() or x.device.type == "meta":
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _equal(a: object, b: object) -> bool:
+    if a is b:
+        return True
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+    readable = a.shape == b.shape and all(x.is_cpu and can_read(x) for x in (a, b))
+    return readable and bool((a == b).all())
+
+
+def _contents(x: object) -> object:
+    """What the hash of a field is taken of."""
+    if not isinstance(x, Tensor):
+        return x
+    readable = x.is_cpu and can_read(x)
+    return (tuple(x.shape), tuple(x.flatten().tolist())) if readable else id(x)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,68 @@
-"""Filters that come with the batch: lengths and documents."""
+"""Filters that come with the batch: lengths and documents.
+
+Each holds a table of whole numbers: its own copy, so that later writes to the given tensor do not
+reach it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from .base import Filter, Index, Span
+from .base import Filter, Index, Span, can_read
 from .entry import Entry
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Padding(Filter):
+class Tabled(Filter):
+    """A filter whose one field is a table that comes with the batch."""
+
+    @property
+    def table(self) -> Tensor:
+        table: Tensor = getattr(self, fields(self)[0].name)
+        return table
+
+    def _hold(self, table: Tensor) -> None:
+        object.__setattr__(self, fields(self)[0].name, table)
+
+    def _with(self, table: Tensor) -> Self:
+        """The same filter with another table, which is not copied."""
+        other = object.__new__(type(self))
+        other._hold(table)
+        return other
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """make(), or its result for this key while nothing has been written to the table."""
+        version = None if self.table.is_inference() else self.table._version
+        known: tuple[int | None, dict[Hashable, Any]] | None = self.__dict__.get("_known")
+        if known is None or known[0] != version:
+            known = version, {}
+            object.__setattr__(self, "_known", known)
+        if key not in known[1]:
+            known[1][key] = make()
+        found: T = known[1][key]
+        return found
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy of the table counts its versions anew.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        # Reading the data would synchronise with the GPU.
+        return super().simplify(num_queries, num_keys) if self.table.is_cpu else self
+
+    def to(self, device: torch.device) -> Filter:
+        return self._with(self.table.to(device)) if self.table.device != device else self
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(Tabled):
     """j < lengths[b]."""
 
     entry = Entry(text=False, examples={"padding": lambda: Padding([7, 0])})
@@ -23,10 +71,9 @@ class Padding(Filter):
 
     def __init__(self, lengths: Tensor | Sequence[int]) -> None:
         table = torch.as_tensor(lengths)
-        whole = not table.is_floating_point() and table.dtype != torch.bool
-        if table.dim() != 1 or not whole:
+        if table.dim() != 1 or not _is_whole(table) or table.dtype == torch.bool:
             raise ValueError(f"lengths must be whole numbers, one per sequence [B], got {lengths}")
-        object.__setattr__(self, "lengths", table)
+        self._hold(_copied(table))
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return j < self.lengths[b]
@@ -35,16 +82,17 @@ class Padding(Filter):
         return m < self.lengths[b]
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
-        if torch.compiler.is_compiling():
+        if not can_read(self.lengths):
             return None
         shortest, longest = self.extremes
         return True if j.last < shortest else False if j.first >= longest else None
 
-    @cached_property
+    @property
     def extremes(self) -> tuple[int, int]:
+        """The shortest and the longest length."""
         if not self.lengths.numel():
             return 0, 0
-        return int(self.lengths.min()), int(self.lengths.max())
+        return self._once("extremes", lambda: (int(self.lengths.min()), int(self.lengths.max())))
 
     @property
     def batch(self) -> int | None:
@@ -52,7 +100,7 @@ class Padding(Filter):
 
     def check(self, batch: int, num_queries: int, num_keys: int) -> None:
         _check_batch("Padding", self.lengths.shape[0], batch)
-        if torch.compiler.is_compiling() or not batch:
+        if not can_read(self.lengths) or not batch:
             return
         shortest, longest = self.extremes
         if longest > num_keys or shortest < 0:
@@ -62,14 +110,7 @@ class Padding(Filter):
             )
 
     def until(self, num_keys: int, start: int) -> Filter:
-        return Padding(self.lengths.clamp(max=num_keys))
-
-    def simplify(self, num_queries: int, num_keys: int) -> Filter:
-        # Reading the data would synchronise with the GPU.
-        return super().simplify(num_queries, num_keys) if self.lengths.is_cpu else self
-
-    def to(self, device: torch.device) -> Filter:
-        return Padding(self.lengths.to(device)) if self.lengths.device != device else self
+        return self._with(self.lengths.clamp(max=num_keys))
 
     @property
     def same_for_all(self) -> bool:
@@ -80,7 +121,7 @@ class Padding(Filter):
 
 
 @dataclass(frozen=True, eq=False)
-class Documents(Filter):
+class Documents(Tabled):
     """ids[b, i] = ids[b, j]: sequences packed into one row do not see each other."""
 
     entry = Entry(
@@ -95,11 +136,11 @@ class Documents(Filter):
     def __init__(self, ids: Tensor | Sequence[Sequence[int]]) -> None:
         table = torch.as_tensor(ids)
         table = table[None] if table.dim() == 1 else table
-        if table.dim() != 2 or table.is_floating_point():
+        if table.dim() != 2 or not _is_whole(table):
             raise ValueError(
                 f"ids must be whole numbers [B, K], got {table.dtype} {list(table.shape)}"
             )
-        object.__setattr__(self, "ids", table)
+        self._hold(_copied(table))
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         # A query before the first key (Q > K) belongs to no document.
@@ -112,7 +153,7 @@ class Documents(Filter):
         return self.ids[b, j] == self.ids[b, m]
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
-        if torch.compiler.is_compiling() or i.first < 0:
+        if not can_read(self.ids) or i.first < 0:
             return None
         queries, keys = self._range(i), self._range(j)
         apart = (queries[0] > keys[1]) | (keys[0] > queries[1])
@@ -121,16 +162,10 @@ class Documents(Filter):
         same = (queries[0] == queries[1]) & (keys[0] == keys[1]) & (queries[0] == keys[0])
         return True if bool(same.all()) else None
 
-    @cached_property
-    def _ranges(self) -> dict[Span, tuple[Tensor, Tensor]]:
-        return {}
-
     def _range(self, span: Span) -> tuple[Tensor, Tensor]:
         """The smallest and largest id at these places, per sequence."""
-        if span not in self._ranges:
-            part = self.ids[:, span.first : span.last + 1]
-            self._ranges[span] = part.amin(-1), part.amax(-1)
-        return self._ranges[span]
+        part = self.ids[:, span.first : span.last + 1]
+        return self._once(span, lambda: (part.amin(-1), part.amax(-1)))
 
     @property
     def batch(self) -> int | None:
@@ -145,17 +180,22 @@ class Documents(Filter):
             )
 
     def until(self, num_keys: int, start: int) -> Filter:
-        return Documents(self.ids[:, :num_keys])
-
-    def simplify(self, num_queries: int, num_keys: int) -> Filter:
-        # Reading the data would synchronise with the GPU.
-        return super().simplify(num_queries, num_keys) if self.ids.is_cpu else self
-
-    def to(self, device: torch.device) -> Filter:
-        return Documents(self.ids.to(device)) if self.ids.device != device else self
+        return self._with(self.ids[:, :num_keys])
 
     def __repr__(self) -> str:
         return f"Documents({list(self.ids.shape)})"
+
+
+def _is_whole(table: Tensor) -> bool:
+    return not (table.is_floating_point() or table.is_complex())
+
+
+def _copied(table: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return table.clone()
+    # Tensors of inference mode do not count what is written to them.
+    with torch.inference_mode(False):
+        return table.clone()
 
 
 def _check_batch(name: str, came: int, batch: int) -> None:

@@ -166,6 +166,13 @@ class Sum(Combination):
         return " + ".join(map(repr, self))
 
 
+def members(kernel: Kernel | None) -> tuple[Kernel, ...]:
+    """The factors of a product, or the kernel itself."""
+    if kernel is None:
+        return ()
+    return tuple(kernel) if isinstance(kernel, Product) else (kernel,)
+
+
 def _check_count(kernel: Kernel, count: int) -> None:
     if count > MAX_TERMS:
         raise ValueError(

@@ -25,6 +25,8 @@ from .base import Kernel
 from .entry import Entry, normal
 
 Bandwidth = float | Sequence[float] | Tensor | None
+# The most numbers that a kernel learns for its heads.
+MOST = 2**20
 
 
 class Distance(Kernel):
@@ -137,6 +139,8 @@ class RationalQuadratic(Distance):
         examples={"rational": lambda h, d: RationalQuadratic(alpha=0.5)},
     )
 
+    link: Rational
+
     def __init__(
         self,
         bandwidth: Bandwidth = None,
@@ -147,10 +151,18 @@ class RationalQuadratic(Distance):
         on: str = "content",
     ) -> None:
         super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
+        self.alpha = alpha
+
+    @property
+    def alpha(self) -> float:
+        """The exponent."""
+        return self.link.alpha
+
+    @alpha.setter
+    def alpha(self, alpha: float) -> None:
         if not (math.isfinite(alpha) and alpha > 0):
             raise ValueError(f"alpha must be a positive finite number, got {alpha}")
         self.link = Rational(float(alpha))
-        self.alpha = alpha
 
     def written_with(self, r: str, s: str) -> str:
         square = _times_square(f"{2 * self.alpha:g}", s)
@@ -180,11 +192,19 @@ class Matern(Distance):
         on: str = "content",
     ) -> None:
         super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
+        self.nu = nu
+
+    @property
+    def nu(self) -> float:
+        """The smoothness."""
+        return self._nu
+
+    @nu.setter
+    def nu(self, nu: float) -> None:
         links: dict[float, Link] = {0.5: Matern12(), 1.5: Matern32(), 2.5: Matern52()}
         if nu not in links:
             raise ValueError(f"nu must be 0.5, 1.5 or 2.5, got {nu}")
-        self.nu = nu
-        self.link = links[nu]
+        self._nu, self.link = nu, links[nu]
 
 
 class AdaptiveRBF(Distance):
@@ -216,6 +236,7 @@ class AdaptiveRBF(Distance):
         super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
         if not (math.isfinite(reach) and reach > 0):
             raise ValueError(f"reach must be a positive finite number, got {reach}")
+        _check_size("dim", dim, MOST // (heads or 1))
         self.reach = reach
         self.weight = nn.Parameter(torch.zeros(heads or 1, dim))
 
@@ -248,7 +269,13 @@ class AdaptiveRBF(Distance):
 
 def squared_distance(q: Tensor, k: Tensor) -> Tensor:
     """|q_i - k_j|^2 by differences, [B, H, Q, K]: exact, and as large as B H Q K D."""
-    return (q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
+    q, k = q[..., :, None, :], k[..., None, :, :]
+    squares = (q - k).square().sum(-1)
+    if q.dtype != torch.float16:
+        return squares
+    # float16 ends at 65504. Sums beyond it are taken in float32. The others keep their rounding,
+    # which is the measure of other backends.
+    return torch.where(squares.isinf(), (q.float() - k.float()).square().sum(-1), squares.float())
 
 
 def _times_square(number: str, s: str) -> str:
@@ -260,20 +287,32 @@ def distance(on: str) -> str:
 
 
 def _default(dim: int) -> float:
+    if dim < 1:
+        raise ValueError("the default bandwidth needs features, got a part of 0: set bandwidth")
     return math.sqrt(math.sqrt(dim) / 2)
 
 
 def read_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
     """log s, checked: one number or one per head; zeros where none is given."""
-    if heads is not None and heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}")
+    if heads is not None:
+        _check_size("heads", heads, MOST)
     if bandwidth is None:
         return torch.zeros(() if heads is None else (heads,))
-    s = torch.as_tensor(bandwidth).detach().to(torch.get_default_dtype()).clone()
-    if s.dim() > 1 or not bool((s.isfinite() & (s > 0)).all()):
+    s = torch.as_tensor(bandwidth).detach()
+    real = not s.is_complex() and s.dim() <= 1 and s.numel() > 0
+    s = s.to(torch.get_default_dtype()).clone() if real else s
+    if not real or not bool((s.isfinite() & (s > 0)).all()):
         raise ValueError(
             f"bandwidth must be positive and finite, one number or one per head, got {bandwidth}"
         )
     if heads is not None and s.dim() and s.numel() != heads:
         raise ValueError(f"bandwidth has {s.numel()} numbers for {heads} heads")
     return s.log().expand(heads).clone() if heads is not None and not s.dim() else s.log()
+
+
+def _check_size(name: str, size: int, most: int) -> None:
+    if not isinstance(size, int):
+        raise ValueError(f"{name} must be a whole number, got {size!r}")
+    if not 1 <= size <= most:
+        bound = "at least 1" if size < 1 else f"at most {most}"
+        raise ValueError(f"{name} must be {bound}, got {size}")

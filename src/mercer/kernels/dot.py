@@ -49,7 +49,7 @@ class Exponential(Kernel):
         return (Term(factors=(Factor(q=q, k=k, scale=self.scale_of(q)),)),)
 
     def scale_of(self, q: Tensor) -> float:
-        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return default_scale(q.shape[-1]) if self.scale is None else self.scale
 
     @property
     def formula(self) -> str:
@@ -148,6 +148,15 @@ class Linear(Polynomial):
             )
         super().__init__(2, on)
         self.degree = 1
+
+
+def default_scale(dim: int) -> float:
+    """1 / sqrt(D)."""
+    if dim < 1:
+        raise ValueError(
+            "the default scale 1 / sqrt(D) needs features, got a part of 0: give a scale"
+        )
+    return dim**-0.5
 
 
 def inner(on: str) -> str:

@@ -15,7 +15,7 @@ from ..term.layout import accumulator
 from ..term.sinusoids import SinusoidFactor, coefficients, waves
 from ..term.term import Term
 from .base import Kernel
-from .dot import Exponential
+from .dot import Exponential, default_scale
 from .entry import Entry, normal
 
 
@@ -91,7 +91,7 @@ class Lookup(Positional):
             raise ValueError(
                 f"the table has {self.table.shape[0]} heads, but the queries have {q.shape[1]}"
             )
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scale = default_scale(q.shape[-1]) if self.scale is None else self.scale
         rows = scale * self.table.to(accumulator(q.dtype))
         return QueryTable(q=q, rows=rows if rows.dim() == 3 else rows[None])
 

@@ -27,7 +27,7 @@ from ..nn import GaussianAttention, KernelAttention, RelativeSinusoid, TokenKern
 from ..systems import Attention
 from .block import FeedForward
 from .lm import KernelLM
-from .parts import Cost
+from .parts import Cost, cost_of
 from .translator import KernelTranslator
 from .vit import KernelViT
 
@@ -160,7 +160,8 @@ def _segments(config: Any, length: int) -> list[tuple[int, int]]:
 
 
 def _attention(layer: Attention, length: int, segments: list[tuple[int, int]]) -> float:
-    cost = layer.cost
+    # The kernel may have been replaced. On the meta device it cannot run.
+    cost = layer.cost if layer.out.weight.is_meta else cost_of(layer)
     assert isinstance(cost, Cost)
     seen = sum(visible_pairs(layer.filter, *segment) for segment in segments) / length
     flops = 2.0 * layer.num_heads * (seen * cost.pair + cost.tables)

@@ -123,7 +123,8 @@ def _build(parts: Parts, place: Place) -> Attention:
     else:
         layer = _kernel_attention(parts, options, place)
     layer.filter = _filter(layer.filter, parts, place)
-    layer.cost = _try(layer)  # type: ignore[assignment]
+    # This runs the kernel, so sizes that do not fit raise here.
+    layer.cost = cost_of(layer)
     remember_start(layer)
     if isinstance(layer, KernelAttention) and layer.tokens is not None:
         _lend(layer, layer.tokens)
@@ -270,8 +271,8 @@ class Cost:
 
 
 @torch.no_grad()
-def _try(layer: Attention) -> Cost:
-    """Run one place through the kernel, so that sizes that do not fit raise here."""
+def cost_of(layer: Attention) -> Cost:
+    """What one place costs, from the terms of the kernel that the layer has now."""
     weight = layer.out.weight
     x = torch.zeros(1, 1, layer.d_model, dtype=weight.dtype, device=weight.device)
     q, k, v, _ = layer.parts(x)

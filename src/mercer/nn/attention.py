@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from ..dispatch.problem import check_options
 from ..explain import Explanation, explain
 from ..filters import Filter, Full
 from ..kernels import Exponential, Kernel
+from ..kernels.base import members
 from ..smoother import smooth
 from ..term.features import Features
 from ..tokenwise.decoding import continue_vicinity
@@ -21,6 +22,8 @@ from ..tokenwise.taps import num_cut
 from ..tokenwise.vicinity import refusal, vicinity
 from .cache import Cache, SegmentMemory
 from .checks import (
+    check_assigned,
+    check_ids,
     check_inputs,
     check_parts,
     check_sizes,
@@ -94,9 +97,7 @@ class KernelAttention(nn.Module):
 
         self.position = place(position, d_model, num_heads, head_dim)
         self.kernel = Exponential() if kernel is None else copy.deepcopy(kernel)
-        factor = self.position.kernel
-        # In a tuple, so that nn.Module does not register the parameters a second time.
-        self._joined = (self.kernel if factor is None else self.kernel * factor,)
+        self._joined = self._join()
         self.query = nn.Linear(d_model, num_heads * head_dim, bias=bias)
         self.key: nn.Linear | None = None
         if not symmetric:
@@ -117,10 +118,26 @@ class KernelAttention(nn.Module):
                 f"got {context_dim}"
             )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_assigned(self, name, value)
+        super().__setattr__(name, value)
+        if name == "kernel" and "_joined" in self.__dict__:
+            # Here and not in `forward`: a compiled graph cannot make a module.
+            self._joined = self._join()
+
     @property
     def joined_kernel(self) -> Kernel:
         """The kernel of content and positions together."""
+        if self._joined[1:] != (*members(self.kernel), *members(self.position.kernel)):
+            self._joined = self._join()
         return self._joined[0]
+
+    def _join(self) -> tuple[Kernel, ...]:
+        """The kernel of content and positions, and the factors that it was made of."""
+        content, factor = self.kernel, self.position.kernel
+        joined = content if factor is None else content * factor
+        # In a tuple, so that nn.Module does not register the parameters a second time.
+        return joined, *members(content), *members(factor)
 
     @property
     def symmetric(self) -> bool:
@@ -154,7 +171,8 @@ class KernelAttention(nn.Module):
         """
         tokens = self.tokens if self.has_token_kernels else None
         if tokens is not None or self.value_embedding is not None:
-            token_ids = self._ids(x if context is None else context, token_ids)
+            keys = x if context is None else context
+            token_ids = check_ids(token_ids, keys, tokens, self.value_embedding)
             if isinstance(cache, SegmentMemory) and context is None:
                 token_ids = cache.extend_ids(token_ids)
         q, k, v, seen = self.parts(
@@ -205,19 +223,6 @@ class KernelAttention(nn.Module):
         """Whether keys or values of this layer are convolved, so that it needs token ids."""
         return self.tokens is not None and self.tokens.acts_on(self.layer)
 
-    def _ids(self, x: Tensor, token_ids: Tensor | None) -> Tensor:
-        if token_ids is None:
-            what = "token kernels" if self.has_token_kernels else "value embeddings"
-            raise ValueError(f"this layer has {what} and needs token_ids [B, T], got None")
-        if self.tokens is not None and self.has_token_kernels:
-            self.tokens.check(token_ids)
-        if x.dim() == 3 and token_ids.shape != x.shape[:2]:
-            raise ValueError(
-                f"token_ids must be {list(x.shape[:2])}, as the keys are, "
-                f"got {list(token_ids.shape)}"
-            )
-        return token_ids
-
     def explain(
         self, x: Tensor, context: Tensor | None = None, *, filter: Filter | None = None
     ) -> Explanation:
@@ -233,15 +238,9 @@ class KernelAttention(nn.Module):
             refused = refusal(self.joined_kernel, q, k, v, filter, dropout_p)
             fused = self.backend == "auto" and refused is None
         said = explain(
-            self.joined_kernel,
-            q,
-            k,
-            v,
-            filter=filter,
-            backend=self.backend,
-            dropout_p=dropout_p,
+            self.joined_kernel, q, k, v, filter=filter, backend=self.backend, dropout_p=dropout_p,
             return_log_mass=cut > 0,
-        )
+        )  # fmt: skip
         if self.tokens is None or not self.has_token_kernels:
             return said
         return replace(said, vicinity=_describe(self.tokens, cut, fused))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..filters import Filter
+from ..filters.base import can_read
 from ..kernels import Kernel
 from .cache import Cache, SegmentMemory
 from .tokens import TokenKernels
@@ -33,6 +35,21 @@ def check_parts(value: object, kernel: object) -> None:
         raise ValueError(f"kernel must be a Kernel, got {type(kernel).__name__}")
 
 
+# What a layer makes of its arguments, and what to do instead of assigning it.
+FIXED = {
+    "position": "its parameters have the sizes of the layer; make a new layer with position=...",
+    "joined_kernel": "it follows from the kernel and the position; assign kernel",
+}
+
+
+def check_assigned(layer: nn.Module, name: str, value: object) -> None:
+    """Raise ValueError for an attribute of a layer that cannot be replaced by this value."""
+    if name == "kernel" and not isinstance(value, Kernel):
+        raise ValueError(f"kernel must be a Kernel, got {type(value).__name__}")
+    if name in FIXED and hasattr(layer, name):
+        raise ValueError(f"{name} cannot be assigned: {FIXED[name]}")
+
+
 def check_symmetric(num_heads: int, num_kv_heads: int, d_model: int, context_dim: int) -> None:
     """Raise ValueError where queries and keys cannot share one projection."""
     if num_kv_heads != num_heads or context_dim != d_model:
@@ -53,6 +70,40 @@ def check_tokens(tokens: object, num_heads: int, num_kv_heads: int) -> None:
             f"tokens has kernels for {tokens.heads} heads, but the layer has {num_heads}, "
             f"and {num_kv_heads} for keys and values"
         )
+
+
+def check_ids(
+    token_ids: Tensor | None,
+    x: Tensor,
+    tokens: TokenKernels | None,
+    embedding: nn.Embedding | None,
+) -> Tensor:
+    """The ids of the tokens of x, or ValueError."""
+    if token_ids is None:
+        what = "token kernels" if tokens is not None else "value embeddings"
+        raise ValueError(f"this layer has {what} and needs token_ids [B, T], got None")
+    if tokens is not None:
+        tokens.check(token_ids)
+    if x.dim() == 3 and token_ids.shape != x.shape[:2]:
+        raise ValueError(
+            f"token_ids must be {list(x.shape[:2])}, as the keys are, got {list(token_ids.shape)}"
+        )
+    if embedding is not None:
+        _check_embedded(token_ids, embedding.num_embeddings)
+    return token_ids
+
+
+def _check_embedded(token_ids: Tensor, count: int) -> None:
+    if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+        raise ValueError(f"token_ids must be whole numbers, got {token_ids.dtype}")
+    # Reading the ids would synchronise with a GPU.
+    if token_ids.is_cpu and can_read(token_ids) and token_ids.numel():
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"token_ids must be from 0 to {count - 1} for the value embeddings, "
+                f"but reach from {low} to {high}"
+            )
 
 
 def check_inputs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ class Sinusoid(nn.Module):
 
     def __init__(self, base: float = 10000.0) -> None:
         super().__init__()
+        check_base(base)
         self.base = base
         self.dim = 0
 
@@ -30,6 +33,7 @@ class Learned(nn.Module):
 
     def __init__(self, max_length: int = 1024) -> None:
         super().__init__()
+        check_whole(max_length=max_length)
         if max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length}")
         self.max_length = max_length
@@ -44,6 +48,26 @@ class Learned(nn.Module):
                 f"Learned has {self.max_length} places, got place {last}; raise max_length"
             )
         return self.weight[places]
+
+
+def embedder(given: Sinusoid | Learned | None) -> Sinusoid | Learned:
+    """The embedding itself, or a sinusoid where none is given."""
+    if given is not None and not isinstance(given, Sinusoid | Learned):
+        raise ValueError(f"embedding must be Sinusoid or Learned, got {type(given).__name__}")
+    return Sinusoid() if given is None else given
+
+
+def check_base(base: float) -> None:
+    """Raise ValueError for a base of frequencies that is not a positive finite number."""
+    if not (isinstance(base, int | float) and math.isfinite(base) and base > 0):
+        raise ValueError(f"base must be a positive finite number, got {base!r}")
+
+
+def check_whole(**sizes: object) -> None:
+    """Raise ValueError for a size that is not a whole number."""
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise ValueError(f"{name} must be a whole number, got {size!r}")
 
 
 def in_heads(t: Tensor, projection: nn.Linear, heads: int, dtype: torch.dtype) -> Tensor:

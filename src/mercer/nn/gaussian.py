@@ -8,6 +8,7 @@ cache holds x once.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +103,14 @@ class GaussianAttention(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=False)
         # In a tuple, so that nn.Module does not register the kernel: it refers to this layer.
         self._kernel = (_LayerRBF(self),)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("kernel", "position", "joined_kernel"):
+            raise ValueError(
+                f"{name} cannot be assigned: a GaussianAttention is the Gaussian kernel of its "
+                "log_bandwidth; take a KernelAttention for another kernel or position"
+            )
+        super().__setattr__(name, value)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -250,7 +259,14 @@ class _LayerRBF(Kernel):
     def __init__(self, layer: GaussianAttention) -> None:
         super().__init__()
         self._layer = (layer,)
-        self.symmetric = self.valid = not layer.adaptive
+
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]
+        return not self._layer[0].adaptive
+
+    @property
+    def valid(self) -> bool:  # type: ignore[override]
+        return self.symmetric
 
     @property
     def query_parts(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ from ..kernels import ALiBi as ALiBiKernel
 from ..kernels import Exponential, Kernel, Lookup
 from ..kernels import RelativeSinusoid as RelativeSinusoidKernel
 from ..term.sinusoids import waves
-from .embeddings import Learned, Sinusoid, in_heads, last_place
+from .embeddings import Learned, Sinusoid, check_base, check_whole, embedder, in_heads, last_place
 
 
 class Position(nn.Module):
@@ -72,7 +72,7 @@ class DirectSum(Position):
 
     def __init__(self, embedding: Sinusoid | Learned | None = None) -> None:
         super().__init__()
-        self.embedding = Sinusoid() if embedding is None else embedding
+        self.embedding = embedder(embedding)
 
     @property
     def adds(self) -> bool:
@@ -86,6 +86,7 @@ class LookupTable(Position):
 
     def __init__(self, max_distance: int = 16, *, per_head: bool = False) -> None:
         super().__init__()
+        check_whole(max_distance=max_distance)
         if max_distance < 0:
             raise ValueError(f"max_distance must be at least 0, got {max_distance}")
         self.max_distance = max_distance
@@ -119,7 +120,6 @@ class RelativeSinusoid(Position):
             raise ValueError(f"width must be 'head' or 'model', got {width!r}")
         self.biases = biases
         self.width = width
-        self.base = base
         # Without its weight, which needs the sizes of a layer.
         self.kernel = RelativeSinusoidKernel(base=base)
 
@@ -129,7 +129,8 @@ class RelativeSinusoid(Position):
         if width % 2:
             raise ValueError(f"RelativeSinusoid needs an even width, but {self.width} is {width}")
         weight = nn.Parameter(torch.randn(num_heads, head_dim, width) * d_model**-0.5)
-        self.kernel = RelativeSinusoidKernel(base=self.base, weight=weight)
+        assert isinstance(self.kernel, RelativeSinusoidKernel)
+        self.kernel = RelativeSinusoidKernel(base=self.kernel.base, weight=weight)
         if self.biases:
             self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
             self.position_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
@@ -147,6 +148,17 @@ class RelativeSinusoid(Position):
         assert kernel.weight is not None
         return kernel.weight
 
+    @property
+    def base(self) -> float:
+        """That of the frequencies, which the kernel holds."""
+        assert isinstance(self.kernel, RelativeSinusoidKernel)
+        return self.kernel.base
+
+    @base.setter
+    def base(self, base: float) -> None:
+        check_base(base)
+        self.kernel.base = base  # type: ignore[union-attr]
+
 
 class ProductKernel(Position):
     """k_F(f_q W_F, f_k W_F) k_T(t_q W_T, t_k W_T) (Eq. 9); not symmetric: two matrices W_T."""
@@ -159,8 +171,11 @@ class ProductKernel(Position):
         symmetric: bool = True,
     ) -> None:
         super().__init__()
-        self.embedding = Sinusoid() if embedding is None else embedding
-        self.kernel = Exponential(on="position") if kernel is None else kernel
+        self.embedding = embedder(embedding)
+        kernel = Exponential(on="position") if kernel is None else kernel
+        if not isinstance(kernel, Kernel):
+            raise ValueError(f"kernel must be a Kernel, got {type(kernel).__name__}")
+        self.kernel = kernel
         self.symmetric = symmetric
         if self.kernel.query_parts != {"position"}:
             raise ValueError(
@@ -190,6 +205,7 @@ class Rotary(Position):
 
     def __init__(self, base: float = 10000.0) -> None:
         super().__init__()
+        check_base(base)
         self.base = base
 
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
@@ -239,6 +255,7 @@ class Grid2D(Position):
         combine: Literal["product", "sum"] = "product",
     ) -> None:
         super().__init__()
+        check_whole(height=height, width=width, prefix=prefix)
         if height < 1 or width < 1 or prefix < 0:
             raise ValueError(
                 "height and width must be at least 1 and prefix at least 0, "

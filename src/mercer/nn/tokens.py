@@ -148,15 +148,7 @@ class TokenKernels(nn.Module):
         boundary: Boundary = "shrink",
     ) -> TokenKernels:
         """The authors' weights: a tensor [vocab, 2 heads size], key taps and then value taps."""
-        # weights_only: no code in the file is run.
-        table = torch.load(path, map_location="cpu", weights_only=True)
-        whole = isinstance(table, Tensor) and table.dim() == 2 and table.shape[1] % (2 * heads) == 0
-        if not whole:
-            came = list(table.shape) if isinstance(table, Tensor) else type(table).__name__
-            raise ValueError(
-                f"published weights are one tensor [vocab, 2 * {heads} * size], but {path} "
-                f"holds {came}"
-            )
+        table = _read_published(path, heads)
         size = table.shape[1] // (2 * heads)
         kernels = cls(
             table.shape[0],
@@ -180,3 +172,32 @@ class TokenKernels(nn.Module):
     def __getstate__(self) -> dict[str, object]:
         # A weak reference cannot be copied or saved.
         return self.__dict__ | {"_checked": None}
+
+
+def _read_published(path: str | os.PathLike[str], heads: int) -> Tensor:
+    """The tensor [vocab, 2 heads size] of a file, or ValueError with the name of the file."""
+    wanted = f"published weights are one tensor [vocab, 2 * {heads} * size] with an odd size"
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads}")
+    try:
+        # weights_only: no code in the file is run.
+        table = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception:
+        # A damaged file raises whatever its bytes lead to, with advice that does not fit here.
+        raise ValueError(
+            f"{wanted}, but {path} cannot be read with weights_only: it is damaged, or holds "
+            "something else"
+        ) from None
+    if not isinstance(table, Tensor):
+        raise ValueError(f"{wanted}, but {path} holds {type(table).__name__}")
+    rows, columns = table.shape if table.dim() == 2 else (0, 0)
+    if rows < 1 or columns % (4 * heads) != 2 * heads:
+        raise ValueError(f"{wanted}, but {path} holds {list(table.shape)}")
+    plain = table.layout == torch.strided and table.is_cpu and not table.is_quantized
+    # A tensor can claim more numbers than the file has.
+    whole = plain and table.untyped_storage().nbytes() >= table.numel() * table.element_size()
+    if not whole or table.is_complex() or not bool(table.float().isfinite().all()):
+        raise ValueError(f"{wanted}, but {path} holds no dense table of real, finite numbers")
+    return table
