@@ -162,6 +162,8 @@ class ProductKernel(Position):
         self.embedding = Sinusoid() if embedding is None else embedding
         self.kernel = Exponential(on="position") if kernel is None else kernel
         self.symmetric = symmetric
+        if not isinstance(self.kernel, Kernel):
+            raise ValueError(f"kernel must be a Kernel, got {self.kernel!r}")
         if self.kernel.query_parts != {"position"}:
             raise ValueError(
                 f"kernel must be on part 'position', but reads {sorted(self.kernel.query_parts)}"
