@@ -63,7 +63,14 @@ MISTAKES = {
     "a kernel in a position": (
         [*LM, "--position", "ProductKernel(kernel=3)"], "kernel must be a Kernel, got 3",
     ),
+    "a width of images": (
+        [*LM, "--system", "parmar2018", "--option", "width=0"], "width must be a whole number",
+    ),
+    "heads of token kernels": (
+        [*LM, "--system", "leng2026", "--option", "heads=x"], "heads must be at least 1, got x",
+    ),
     # too large
+    "a window": ([*LM, "--filter", f"Window({MANY}, 0)"], "left must be at most 2^62"),
     "steps": ([*LM, "--steps", MANY], "steps must be at most 1000000000000"),
     "seed": ([*LM, "--seed", MANY], "seed must be at most 4294967295"),
     "layers": (sets("num_layers=1000000000"), "num_layers must be at most 10000"),

@@ -209,6 +209,8 @@ def _fit(base: str | None, options: dict[str, Any], place: Place) -> dict[str, A
             grid = Grid2D(height, width, prefix=prefix, combine="sum")
             return {"position": grid} | options
         width = options.get("width", 32)
+        if not isinstance(width, int) or width < 1:
+            raise ValueError(f"width must be a whole number from 1 up, got {width!r}")
         return {"height": -(-place.max_length // width)} | options
     return options
 
