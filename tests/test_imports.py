@@ -14,6 +14,7 @@ ROOT = Path(mercer.__file__).parent
 
 # Folders and files of the package; each may import only what stands before it.
 ORDER = [
+    ("names", "interrupt"),
     ("opaque", "memory", "lock", "stored"),
     ("filters",),
     ("term",),

@@ -1,5 +1,9 @@
 """Attention as a kernel smoother: feature space, kernel, value function, set filter."""
 
+# First: the others import torch, which takes seconds.
+from . import interrupt as interrupt
+
+# isort: split
 from . import inspect as inspect
 from . import nn as nn
 from . import systems as systems

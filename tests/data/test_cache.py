@@ -217,7 +217,7 @@ def test_writers_without_locks_leave_one_whole_array(tmp_path, monkeypatch):
 
 def test_a_damaged_tokenizer_is_trained_again(tmp_path):
     first = data.text("embedded", tokenizer="bpe:300", cache_dir=tmp_path)
-    (file,) = tmp_path.glob("bpe-*.json")
+    (file,) = tmp_path.glob("bpe-*.arr")
     for content in (b"", b"{", file.read_bytes()[:-20]):
         file.write_bytes(content)
         again = data.text("embedded", tokenizer="bpe:300", cache_dir=tmp_path)

@@ -188,12 +188,16 @@ def _shape(text: str) -> tuple[int, int, int, int]:
         _fail(f"--shape must be B,H,T,D such as 1,8,1024,64, got {text!r}")
     if min(batch, heads, length, head_dim) < 1:
         _fail(f"--shape must have numbers of at least 1, got {text!r}")
+    if max(batch, heads, length, head_dim) >= 2**31:
+        _fail(f"--shape must have numbers below 2^31, got {text!r}")
     return batch, heads, length, head_dim
 
 
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it computes nothing")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         _fail(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}")

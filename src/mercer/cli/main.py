@@ -3,17 +3,51 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
+
+# Exit codes of what the commands do not handle themselves.
+NO_MEMORY, UNEXPECTED, INTERRUPTED = 1, 4, 130
 
 
 def main() -> None:
-    """Run the command, or say what to install."""
+    """Run the command, or say what to install; no error ends in a traceback."""
     try:
-        from .commands import app
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "click"):
-            raise
-        sys.exit(f"the command needs {error.name}: pip install 'mercer[cli]'")
-    app()
+        try:
+            from .commands import app
+        except ModuleNotFoundError as error:
+            if error.name not in ("typer", "rich", "click"):
+                raise
+            sys.exit(f"the command needs {error.name}: pip install 'mercer[cli]'")
+        app()
+    except SystemExit as error:
+        # typer ends in silence after Ctrl-C.
+        if isinstance(getattr(error.__context__, "__cause__", None), KeyboardInterrupt):
+            _end("stopped", INTERRUPTED)
+        raise
+    except KeyboardInterrupt:
+        _end("stopped", INTERRUPTED)
+    except MemoryError:
+        _end("error: the memory is full", NO_MEMORY)
+    except Exception as error:
+        # torch has no class of its own for a full memory of the CPU.
+        if "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
+            _end("error: the memory is full", NO_MEMORY)
+        _report(error)
+
+
+def _report(error: Exception) -> NoReturn:
+    from .failure import describe, write_details
+
+    path = write_details(error)
+    where = "could not be written" if path is None else f"are in {path}"
+    _end(f"error: this was not expected ({describe(error)}); the details {where}", UNEXPECTED)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    # The message may have characters that the terminal's encoding lacks.
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    sys.stderr.write(message.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

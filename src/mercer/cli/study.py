@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..studies import Shard
 
 FAILED, INTERRUPTED = 1, 130
+MOST_SEEDS = 10_000
 
 
 def run_study(
@@ -93,7 +94,12 @@ def read_seeds(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"--seeds must be such as 0,1,2 or 0-4, got {text!r}")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= 2**32 or last - first >= MOST_SEEDS:
+            raise ValueError(
+                f"--seeds must be below 2^32 and at most {MOST_SEEDS} in a range, got {text!r}"
+            )
+        found += range(first, last + 1)
     return list(dict.fromkeys(found))
 
 

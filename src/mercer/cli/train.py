@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 from collections.abc import Callable
@@ -58,6 +57,7 @@ from .train_options import (
     Value,
     Warmup,
     Workers,
+    read_pairs,
 )
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Exit codes: 0 done, 1 out of disk or GPU memory, 2 a wrong option,
-# 3 a loss that is not finite, 128 + n stopped by signal n.
+# Exit codes: 0 done, 1 out of disk or memory, 2 a wrong option, 3 a loss that is not finite,
+# 4 an error that nothing expected (see main.py), 128 + n stopped by signal n.
 NOT_CONVERGED = 3
 
 # Options with another name than their setting.
@@ -230,6 +230,11 @@ def _train(task: str, given: dict[str, Any]) -> None:
             "parts), a smaller --batch or --length, or --dtype bfloat16",
             code=1,
         )
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for a full memory of the CPU.
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        _fail("the memory is full: use more --accumulate, or a smaller model or --batch", code=1)
     except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))
     except OSError as error:
@@ -247,7 +252,7 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
     from ..train import Settings, read_time
 
     wanted: dict[str, Any] = {
-        PAIRS.get(name, name): _pairs(value) if name in PAIRS else value
+        PAIRS.get(name, name): read_pairs(value) if name in PAIRS else value
         for name, value in given.items()
         if _said(value) and name not in ("dry_run", "resume")
     }
@@ -291,20 +296,6 @@ def _free(name: str) -> str:
         number += 1
         path = Path("runs") / f"{name}-{number}"
     return str(path)
-
-
-def _pairs(texts: list[str]) -> dict[str, Any]:
-    """NAME=VALUE, where a value is a Python literal, or else text."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, sign, value = text.partition("=")
-        if not sign or not name.isidentifier():
-            raise ValueError(f"an option must be NAME=VALUE, got {text!r}")
-        try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = {"true": True, "false": False}.get(value.lower(), value)
-    return found
 
 
 def _again(task: str, settings: Settings) -> str:

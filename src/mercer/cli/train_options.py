@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from typing import Annotated, Any
 
 import typer
+
+# The longest value of an option NAME=VALUE, in characters.
+LONGEST = 10_000
 
 ATTENTION, MODEL, BUDGET = "Attention", "Model and data", "Budget"
 OPTIMISER, RUNNING, FILES = "Optimiser", "How it runs", "Evaluation and files"
@@ -101,3 +106,28 @@ Board = Annotated[bool, _option(FILES, "Write TensorBoard files too.", "--tensor
 DryRun = Annotated[
     bool, _option(FILES, "Print parameters, FLOPs, memory and tokens, then exit.", "--dry-run")
 ]
+
+
+def read_pairs(texts: list[str]) -> dict[str, Any]:
+    """NAME=VALUE, where a value is a Python literal, or else text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        short = text if len(text) <= 60 else f"{text[:50]}…"
+        if not sign or not name.isidentifier():
+            raise ValueError(f"an option must be NAME=VALUE, got {short!r}")
+        if len(value) > LONGEST:
+            raise ValueError(f"a value must have at most {LONGEST} characters, got {short!r}")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (MemoryError, RecursionError):
+            raise ValueError(f"a value must not be nested so deeply, got {short!r}") from None
+        except (ValueError, TypeError, SyntaxError):
+            found[name] = {"true": True, "false": False}.get(value.lower(), value)
+        try:
+            json.dumps(found[name])
+        except TypeError:
+            raise ValueError(
+                f"a value must be a number, text, or a list or dict of these, got {short!r}"
+            ) from None
+    return found

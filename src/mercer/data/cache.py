@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import tempfile
 import zlib
@@ -132,6 +133,9 @@ def replacing(path: Path, is_made: Callable[[], bool]) -> Iterator[IO[bytes] | N
             handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
             try:
                 with os.fdopen(handle, "wb") as file:
+                    # mkstemp's mode is for the owner alone; the lock's follows the umask
+                    if (lock := _lock_of(path)).exists():
+                        shutil.copymode(lock, name)
                     yield file
                     file.flush()
                     os.fsync(file.fileno())
@@ -201,7 +205,7 @@ def _alone(path: Path) -> Iterator[bool]:
         return
     import fcntl
 
-    with path.with_name(f".{path.name}.lock").open("wb") as file:
+    with _lock_of(path).open("wb") as file:
         try:
             # released by the system when the process ends, also by a kill
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -209,6 +213,10 @@ def _alone(path: Path) -> Iterator[bool]:
         except OSError:
             locked = False
         yield locked
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -131,13 +131,16 @@ def _open(paths: Sequence[Path], column: str | None, split: str | None = None) -
 
     def read() -> Iterator[Block]:
         for n, path in enumerate(paths):
-            number = 0
+            number, blank = 0, True
             for text, first, done in _read(path, column, split):
                 yield Block(text, first, (n + done) / len(paths))
                 number += 1
+                blank = blank and text.isspace()
             if number == 0:
                 what = "holds no text files" if is_archive(path) else "is empty"
                 raise DataError(f"{path} {what}")
+            if blank:
+                raise DataError(f"{path} holds only white space")
 
     return Documents(read=read, fingerprint=f"{hash_files(paths)} {column} {split}")
 

@@ -65,7 +65,7 @@ def encode(
         codes = iter(encode_batch([piece for piece in batch if piece is not None]))
         ids = [[end] if piece is None else next(codes) for piece in batch]
         if ids:
-            writer.append(np.concatenate([np.asarray(run, dtype=writer.dtype) for run in ids]))
+            writer.append(np.concatenate([pack(run, writer.dtype) for run in ids]))
         batch.clear()
 
     for block in blocks:
@@ -109,6 +109,17 @@ def choose_encoder(tokenizer: Any) -> Callable[[list[str]], Iterable[Ids]]:
 def width(tokenizer: Any) -> str:
     """The smallest dtype that holds every id."""
     return "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
+
+
+def pack(ids: Ids, dtype: Any) -> np.ndarray[Any, Any]:
+    """The ids as an array."""
+    try:
+        return np.asarray(ids, dtype=dtype)
+    except OverflowError:
+        raise ValueError(
+            f"the tokenizer gives the id {max(ids)}, which is beyond its number of tokens; "
+            "ids must be from 0 on without holes"
+        ) from None
 
 
 def identify(tokenizer: Any) -> str:

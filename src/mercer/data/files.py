@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from .errors import DataError
 
 BLOCK = 1 << 20
+# characters of a line of a table, which is held in memory as a whole
+LONGEST = 1 << 26
 PACKED = (".xz", ".gz", ".bz2")
 ARCHIVES = (".zip", ".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".txz", ".tbz2")
 
@@ -73,9 +75,11 @@ def read_members(path: Path) -> Iterator[Member]:
                     while (entry := archive.next()) is not None:
                         # tarfile keeps every entry it has read, and an archive may have millions
                         archive.members.clear()  # type: ignore[attr-defined]
+                        where = f"{path}, member {entry.name}"
+                        if entry.islnk() or entry.issym():
+                            raise DataError(f"{where}: a link; pack the file itself")
                         stream = archive.extractfile(entry) if entry.isfile() else None
                         if stream is not None:
-                            where = f"{path}, member {entry.name}"
                             yield Member(entry.name, where, stream, lambda: raw.tell() / size)
             else:
                 yield Member(path.name, str(path), _unpack(path, raw), lambda: raw.tell() / size)
@@ -84,8 +88,13 @@ def read_members(path: Path) -> Iterator[Member]:
 def read_blocks(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[tuple[Member, str]]:
     """Blocks of UTF-8 text; of an archive, only members with one of these `suffixes`."""
     for member in read_members(path):
-        if is_archive(path) and suffixes and not member.name.lower().endswith(suffixes):
-            continue
+        if is_archive(path) and suffixes:
+            if strip_packing(member.name) != member.name:
+                packed = member.name.lower().endswith(ARCHIVES)
+                if packed or strip_packing(member.name).lower().endswith(suffixes):
+                    raise DataError(f"{member.where}: packed inside an archive; unpack it first")
+            if not member.name.lower().endswith(suffixes):
+                continue
         for text in decode(member.stream, member.where):
             yield member, text
 
@@ -126,6 +135,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     for _, text in read_blocks(path):
         lines = (left + text).split("\n")
         left = lines.pop()
+        if len(left) > LONGEST:
+            raise DataError(
+                f"{path}, line {number + len(lines) + 1}: longer than {LONGEST} characters"
+            )
         for line in lines:
             number += 1
             yield number, line.removesuffix("\r")
@@ -182,13 +195,42 @@ def _fraction(stream: IO[bytes], before: int, total: int) -> float:
 def _unpack(path: Path, raw: IO[bytes]) -> IO[bytes]:
     match path.suffix.lower():
         case ".xz":
-            return cast(IO[bytes], lzma.LZMAFile(raw))
+            return cast(IO[bytes], Streams(raw, lzma.LZMADecompressor))
         case ".gz":
             return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
         case ".bz2":
-            return cast(IO[bytes], bz2.BZ2File(raw))
+            return cast(IO[bytes], Streams(raw, bz2.BZ2Decompressor))
         case _:
             return raw
+
+
+class Streams:
+    """The content of packed streams, one after the other, to be read block by block.
+
+    Junk between them is an error. The standard library's files end there in silence, and the text
+    behind a damaged header would be missing.
+    """
+
+    def __init__(self, raw: IO[bytes], make: Callable[[], Any]) -> None:
+        self.raw = raw
+        self.make = make
+        self.current = make()
+
+    def read(self, size: int) -> bytes:
+        while True:
+            packed = b""
+            if self.current.eof:
+                # zeros may pad a stream
+                packed = self.current.unused_data.lstrip(b"\0")
+                while not packed:
+                    if not (more := self.raw.read(BLOCK)):
+                        return b""
+                    packed = more.lstrip(b"\0")
+                self.current = self.make()
+            elif self.current.needs_input and not (packed := self.raw.read(BLOCK)):
+                raise EOFError("the file ends before its content does")
+            if unpacked := self.current.decompress(packed, size):
+                return bytes(unpacked)
 
 
 def _say(error: BaseException) -> str:

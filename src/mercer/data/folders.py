@@ -7,6 +7,7 @@ validation. Archives are not unpacked to disk.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,8 @@ Array = np.ndarray[Any, Any]
 Progress = Callable[[str, float], None]
 SPLITS = ("train", "valid", "test", "all")
 HELD_OUT = 10
+# two bytes of a row of the cache are its class
+MOST_CLASSES = 1 << 16
 BATCH = 512
 
 
@@ -88,11 +91,16 @@ class Rows:
 
     def __getitem__(self, index: int) -> Array:
         where = f"{self.table.where}, row {index + 1}"
-        image = self.table.rows[int(index)][self.column]
-        if not hasattr(image, "convert"):
+        image = self.table.read_value(self.column, int(index))
+        if not isinstance(image, dict) or not {"bytes", "path"} <= image.keys():
             kind = type(image).__name__
             raise DataError(f"{where}: column {self.column!r} must be an image, but is {kind}")
-        pixels = self.fit.apply(image, where)
+        if image["bytes"] is not None:
+            pixels = self.fit.decode(io.BytesIO(image["bytes"]), where)
+        else:
+            path = Path(image["path"] or "")
+            with explain(path), path.open("rb") as stream:
+                pixels = self.fit.decode(stream, where)
         return pixels if self.shape is None else check_shape(pixels, self.shape, where)
 
 
@@ -159,13 +167,19 @@ def _read_archive(path: Path, fit: Fit, folder: Path, on_progress: Progress | No
         rows: list[Array] = []
         shape: tuple[int, ...] = ()
         for member in read_members(path):
+            if is_archive(Path(member.name)):
+                raise DataError(f"{member.where}: packed inside an archive; unpack it first")
             if (found := find_class(member.name)) is None:
                 continue
             split, name = found
+            if name in (".", ".."):
+                raise DataError(f"{member.where} has no class: its folder is {name!r}")
             pixels = fit.decode(member.stream, member.where)
             shape = shape or pixels.shape
             check_shape(pixels, shape, member.where)
             number = classes.setdefault(name, len(classes))
+            if number >= MOST_CLASSES:
+                raise DataError(f"{path} holds more than {MOST_CLASSES} classes")
             tail = [SPLITS.index(split), number % 256, number // 256]
             rows.append(np.concatenate([pixels.reshape(-1), np.array(tail, np.uint8)]))
             if len(rows) == BATCH:
@@ -230,7 +244,14 @@ def read_hub(tables: dict[str, Table], columns: tuple[str, ...], fit: Fit, sourc
     parts = [tables["train"], tables["valid"] if "valid" in tables else tables["test"]]
     for part in parts:
         part.check(columns)
-    values = [list(part.rows[label]) for part in parts]
+    values = [part.read_column(label) for part in parts]
+    for part, found in zip(parts, values, strict=True):
+        for n, value in enumerate(found):
+            if not isinstance(value, int | str):
+                raise DataError(
+                    f"{part.where}, row {n + 1}: column {label!r} must be a whole number or text, "
+                    f"but is {type(value).__name__}"
+                )
     names = getattr(parts[0].rows.features[label], "names", None)
     if names is None:
         names = sorted(set(values[0]))

@@ -20,6 +20,7 @@ from .layout import WORDS, Found
 
 TABLE = ".parquet"
 ENDINGS = (".txt", ".tsv", ".csv", ".jsonl", ".xz", ".gz", ".zip", ".tar", TABLE)
+BATCH = 1000
 HELD_OUT = 0.05
 MOST_HELD_OUT = 10_000
 
@@ -109,10 +110,11 @@ class Table:
         self.check(columns)
         heads = list(dict.fromkeys(column.partition(".")[0] for column in columns))
         number = 0
-        for batch in self.rows.select_columns(heads).iter(batch_size=1000):
-            for n in range(len(batch[heads[0]])):
+        for table in self._stored(heads).iter(batch_size=BATCH):
+            batch = {head: table.column(head) for head in heads}
+            for n in range(table.num_rows):
                 number += 1
-                values = tuple(_pick(batch, column, n) for column in columns)
+                values = tuple(self._pick(batch, column, n, number) for column in columns)
                 for column, value in zip(columns, values, strict=True):
                     if not isinstance(value, str):
                         raise DataError(
@@ -120,6 +122,29 @@ class Table:
                             f"but is {type(value).__name__}"
                         )
                 yield values
+
+    def read_column(self, column: str) -> list[Any]:
+        """All values of a column."""
+        tables = self._stored([column]).iter(batch_size=BATCH)
+        return [value for table in tables for value in table.column(column).to_pylist()]
+
+    def read_value(self, column: str, index: int) -> Any:
+        """The value of one row."""
+        return self._stored([column])[index].column(column)[0].as_py()
+
+    def _stored(self, columns: list[str]) -> Any:
+        """The columns as they are stored; `datasets` would decode images and sounds itself."""
+        return self.rows.select_columns(columns).with_format("arrow")
+
+    def _pick(self, batch: Any, column: str, n: int, number: int) -> Any:
+        head, _, key = column.partition(".")
+        try:
+            value = batch[head][n].as_py()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.where}, row {number}: column {column!r} is not UTF-8 ({error.reason})"
+            ) from None
+        return value.get(key) if key and isinstance(value, dict) else value
 
 
 def load(name: Name) -> dict[str, Table]:
@@ -243,12 +268,6 @@ def _name_splits(tables: dict[str, Table], where: str) -> dict[str, Table]:
         if len(table) == 0:
             raise DataError(f"{table.where} is empty")
     return named
-
-
-def _pick(batch: Any, column: str, n: int) -> Any:
-    head, _, key = column.partition(".")
-    value = batch[head][n]
-    return value[key] if key else value
 
 
 def _say(error: BaseException) -> str:

@@ -18,10 +18,13 @@ from torch.utils.data import Dataset
 
 from . import cache, folders, hub
 from .embedded import read_digits
-from .errors import DataError
+from .errors import LARGEST_SEED, DataError, check_columns, check_whole, shorten
+from .files import explain
 from .pictures import Fit
 
 Array = np.ndarray[Any, Any]
+# the largest side that images are resized to
+LARGEST = 1 << 14
 AUGMENTS = ("crop", "flip")
 # ImageNet's mean and deviation, for images that are decoded on access
 USUAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -131,10 +134,14 @@ def images(
         seed: of the random crops and flips.
         on_progress: called with the name of a task and its progress from 0 to 1.
     """
-    if unknown := set(augment) - set(AUGMENTS):
-        raise ValueError(f"augment must be of {AUGMENTS}, got {sorted(unknown)}")
-    if channels not in (None, 1, 3) or (size is not None and size < 1):
-        raise ValueError(f"channels must be 1 or 3 and size positive, got {channels} and {size}")
+    if not isinstance(augment, list | tuple) or not all(one in AUGMENTS for one in augment):
+        raise ValueError(f"augment must be of {AUGMENTS}, as a list, got {shorten(augment)}")
+    if channels not in (None, 1, 3):
+        raise ValueError(f"channels must be 1 or 3, got {shorten(channels)}")
+    if size is not None:
+        check_whole("size", size, 1, LARGEST)
+    check_whole("seed", seed, 0, LARGEST_SEED)
+    check_columns(columns)
     fit = Fit(size=size, channels=channels)
     found = _find_images(source, fit, columns, cache.choose_folder(cache_dir), on_progress)
     first = found.train[0]
@@ -199,7 +206,9 @@ def _find_images(
     if not os.fspath(source):
         raise DataError("source must not be empty")
     path = Path(source).expanduser()
-    if path.exists():
+    with explain(path):
+        exists = path.exists()
+    if exists:
         return folders.read(path, fit, folder, on_progress)
     name = hub.find_name(hub.check_source(source), hub.IMAGES, columns)
     chosen = columns or name.columns or ("image", "label")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import DataError
-from .files import PACKED, is_archive, strip_packing
+from .files import PACKED, explain, is_archive, strip_packing
 
 WORDS = {
     "train": ("train", "training"),
@@ -50,13 +50,14 @@ def find_files(
     if not os.fspath(source):
         raise DataError("source must not be empty")
     path = Path(source).expanduser()
-    if path.is_file():
-        return Found(path, {"all": [path]})
-    if path.is_dir():
-        return Found(path, _sort(path, None, kind, suffixes))
-    if path.name and path.parent.is_dir() and path.parent != path:
-        files = _sort(path.parent, path.name, kind, suffixes)
-        return Found(path, files) if files else None
+    with explain(path):
+        if path.is_file():
+            return Found(path, {"all": [path]})
+        if path.is_dir():
+            return Found(path, _sort(path, None, kind, suffixes))
+        if path.name and path.parent.is_dir() and path.parent != path:
+            files = _sort(path.parent, path.name, kind, suffixes)
+            return Found(path, files) if files else None
     return None
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from . import cache, encode, hub, tokens
-from .errors import DataError
+from .errors import LARGEST_SEED, DataError, check_columns, check_whole, shorten
 from .grammar import draw_pairs
 from .layout import find_files
 from .tables import ENDINGS, read_rows
@@ -156,6 +156,10 @@ def pairs(
         cache_dir: where tokens are kept; the platform's folder for caches by default.
         seed: which sentences the embedded grammar draws.
     """
+    check_columns(columns)
+    check_whole("seed", seed, 0, LARGEST_SEED)
+    if not isinstance(reverse, bool):
+        raise ValueError(f"reverse must be True or False, got {shorten(reverse)}")
     folder = cache.choose_folder(cache_dir)
     splits, name = _find_pairs(source, columns, folder, seed)
     if reverse:
@@ -244,4 +248,4 @@ def _write_ids(pairs: Pairs, tokenizer: Any, writer: cache.Writer) -> None:
         for code in encode_batch(sides):
             ids.extend(code)
             ids.append(end)
-        writer.append(np.array(ids, dtype=writer.dtype))
+        writer.append(encode.pack(ids, writer.dtype))

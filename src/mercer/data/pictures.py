@@ -12,6 +12,10 @@ import numpy as np
 from .errors import DataError, need
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+# what Pillow may read, whatever the name says: its EPS reader, for one, starts Ghostscript
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM", "TIFF")
+# Pillow's modes of numbers, "I;16" among them
+DEEP = ("I", "F")
 # larger than any image within Pillow's own limit
 LARGEST = 1 << 28
 
@@ -35,11 +39,16 @@ class Fit:
             with warnings.catch_warnings():
                 # make Pillow's warning about huge images an error
                 warnings.simplefilter("error", pillow.DecompressionBombWarning)
-                with pillow.open(io.BytesIO(data)) as image:
+                with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
                     image.load()
                     return self.apply(image, where)
         except DataError:
             raise
+        except pillow.UnidentifiedImageError:
+            raise DataError(
+                f"{where} is not an image that can be read: its content is none of "
+                f"{', '.join(FORMATS)}"
+            ) from None
         # Pillow raises many kinds of errors for a damaged file
         except Exception as error:
             raise DataError(f"{where} is not an image that can be read ({error})") from error
@@ -47,7 +56,10 @@ class Fit:
     def apply(self, image: Any, where: str) -> np.ndarray[Any, Any]:
         """The pixels of a PIL image, uint8 [H, W, C]."""
         pillow = need("PIL.Image")
-        grey = image.mode in ("1", "L", "LA", "I", "I;16", "F")
+        if image.mode.startswith(DEEP):
+            # a conversion would cut them off at 255
+            raise DataError(f"{where} has pixels of more than 8 bits ({image.mode}); save it in 8")
+        grey = image.mode in ("1", "L", "LA")
         channels = self.channels or (1 if grey else 3)
         image = image.convert("L" if channels == 1 else "RGB")
         width, height = image.size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from .errors import DataError
 from .files import read_lines, strip_packing
 
 ENDINGS = (".tsv", ".csv", ".jsonl")
+# JSON may spell half of a pair, which no encoding can write
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_table(path: Path) -> bool:
@@ -37,6 +40,11 @@ def read_rows(path: Path, columns: Sequence[str], count: int) -> Iterator[tuple[
             if not isinstance(value, str):
                 kind = type(value).__name__
                 raise DataError(f"{path}, line {number}: {name} must be text, but is {kind}")
+            if lone := SURROGATE.search(value):
+                raise DataError(
+                    f"{path}, line {number}: {name} has the lone surrogate {lone[0]!r}, which is "
+                    "no character"
+                )
             if not value.strip():
                 raise DataError(f"{path}, line {number}: {name} is empty")
         yield tuple(str(value) for _, value in row)
@@ -54,11 +62,16 @@ def _read_objects(path: Path, columns: Sequence[str], count: int) -> Iterator[Ro
             continue
         try:
             found = json.loads(line)
+        except RecursionError:
+            raise DataError(f"{path}, line {number}: nested too deeply") from None
         except ValueError as error:
             raise DataError(f"{path}, line {number}: not JSON ({error})") from None
         if not isinstance(found, dict):
             raise DataError(f"{path}, line {number}: an object, but is {type(found).__name__}")
         names = columns or list(found)[:count]
+        if len(names) < count:
+            has = ", ".join(found) or "none"
+            raise DataError(f"{path}, line {number}: {count} columns are needed, but it has {has}")
         row = []
         for name in names:
             value: Any = found
@@ -76,9 +89,13 @@ def _read_cells(path: Path, columns: Sequence[str], count: int, mark: str) -> It
     # quotes are plain characters between tabs
     plain = mark == "\t"
     reader = csv.reader(
-        lines, delimiter=mark, quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL
+        lines,
+        delimiter=mark,
+        quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL,
+        # a quote that is not closed would take in the rest of the file
+        strict=True,
     )
-    places = list(range(count))
+    places, header = list(range(count)), []
     try:
         if columns or mark == ",":
             header = next(reader, [])
@@ -86,10 +103,17 @@ def _read_cells(path: Path, columns: Sequence[str], count: int, mark: str) -> It
                 if name not in header:
                     has = ", ".join(header)
                     raise DataError(f"{path}, line 1: no column {name!r}; it has {has}")
+                if header.count(name) > 1:
+                    raise DataError(f"{path}, line 1: the column {name!r} is there twice")
             places = [header.index(name) for name in columns] or places
         for cells in reader:
             if not cells:
                 continue
+            if header and len(cells) > len(header):
+                raise DataError(
+                    f"{path}, line {reader.line_num}: {len(cells)} cells, but line 1 has "
+                    f"{len(header)} columns; text with {mark!r} needs quotes"
+                )
             if max(places) >= len(cells):
                 raise DataError(
                     f"{path}, line {reader.line_num}: column {max(places) + 1} is missing, "

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from . import cache, encode, hub, tokens
 from .corpus import TEXT, Corpus, Documents, read_text
 from .embedded import read_documentation
+from .errors import LARGEST_SEED, check_whole, shorten
 from .layout import find_files
 
 Progress = Callable[[str, float], None]
@@ -155,6 +156,9 @@ def text(
         seed: the order of `batches`; the splits do not depend on it.
         on_progress: called with the name of a task and its progress from 0 to 1.
     """
+    if column is not None and not isinstance(column, str):
+        raise ValueError(f"column must be a name, got {shorten(column)}")
+    check_whole("seed", seed, 0, LARGEST_SEED)
     folder = cache.choose_folder(cache_dir)
     corpus = _find_corpus(source, column, folder)
     train = corpus.splits["train"]

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .cache import digest, replacing
+import numpy as np
+
+from .cache import Writer, digest
+from .cache import load as cache_array
 from .encode import SPELLING, cut
-from .errors import DataError, need
+from .errors import DataError, check_whole, need, shorten
 from .files import read_lines
 
 END = "<|endoftext|>"
+# files of a tokenizer that name ids
+WITH_IDS = ("tokenizer.json", "vocab.json", "added_tokens.json", "tokenizer_config.json")
 SPECIALS = {"eos_token": END, "bos_token": END}
+# more tokens than any vocabulary has; tables of ids have a place for each id up to the largest
+LARGEST = 1 << 24
 # enough characters to train a BPE of any size
 SAMPLE = 1 << 27
 
@@ -94,9 +102,10 @@ def choose(
     if spec == "bytes":
         return spell_bytes(specials)
     if str(spec).startswith("bpe:"):
-        if not str(spec)[4:].isdecimal():
-            raise ValueError(f"a BPE is named like 'bpe:1024', got {spec!r}")
-        return _train_once(int(str(spec)[4:]), fingerprint(), texts, folder, specials)
+        if not re.fullmatch(r"[0-9]{1,12}", str(spec)[4:]):
+            raise ValueError(f"a BPE is named like 'bpe:1024', got {shorten(spec)}")
+        check_whole("the size of a BPE", size := int(str(spec)[4:]), 1, LARGEST)
+        return _train_once(size, fingerprint(), texts, folder, specials)
     path = Path(spec).expanduser()
     if spec == "gpt2" and not path.exists():
         # the layout of a data folder may have GPT-2's files beside the corpora
@@ -121,6 +130,9 @@ def load(path: Path) -> Any:
     """A tokenizer from its files: vocab.json and merges.txt, or tokenizer.json."""
     tokenizers, transformers = need("tokenizers"), need("transformers")
     file = path if path.is_file() else path / "tokenizer.json"
+    for one in [file] if path.is_file() else [path / name for name in WITH_IDS]:
+        if one.is_file():
+            _check_ids(one)
     if (path / "tokenizer_config.json").is_file():
         try:
             found = transformers.AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
@@ -146,7 +158,39 @@ def load(path: Path) -> Any:
         "pad_token": ("<pad>",),
     }
     found = {role: next((n for n in names if n in known), None) for role, names in usual.items()}
-    return wrap(backend, {role: name for role, name in found.items() if name is not None})
+    try:
+        return wrap(backend, {role: name for role, name in found.items() if name is not None})
+    # a bare Exception again, such as for two tokens of one id
+    except Exception as error:
+        raise DataError(f"{file} is not a tokenizer ({error})") from error
+
+
+def _check_ids(file: Path) -> None:
+    """Raise DataError for an id that the libraries would fill the memory for, or end the process.
+
+    Other mistakes in a file are found by the libraries themselves.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+    except RecursionError:
+        raise DataError(f"{file} is nested too deeply") from None
+    except ValueError:
+        return
+    if not isinstance(found, dict):
+        return
+    model, added = found.get("model"), found.get("added_tokens")
+    tables = [found, model.get("vocab") if isinstance(model, dict) else None]
+    ids = [one for table in tables if isinstance(table, dict) for one in table.values()]
+    if file.name == "tokenizer_config.json":
+        # numbers such as model_max_length are no ids
+        decoder = found.get("added_tokens_decoder")
+        ids = [int(key) for key in decoder if key.isdecimal()] if isinstance(decoder, dict) else []
+    ids += (
+        [one.get("id") for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    )
+    for one in ids:
+        if isinstance(one, int) and not 0 <= one < LARGEST:
+            raise DataError(f"{file}: an id must be from 0 to {LARGEST - 1}, got {shorten(one)}")
 
 
 def load_gpt2(vocabulary: Path, merges: Path) -> Any:
@@ -193,22 +237,15 @@ def _train_once(
     specials: dict[str, str],
 ) -> Any:
     tokenizers = need("tokenizers")
-    path = folder / f"bpe-{digest('bpe', vocab_size, fingerprint, specials)}.json"
+    path = folder / f"bpe-{digest('bpe', vocab_size, fingerprint, specials)}.arr"
 
-    def read() -> Any:
-        try:
-            return wrap(tokenizers.Tokenizer.from_file(str(path)), specials)
-        # tokenizers raises a bare Exception for a file that is missing or damaged
-        except Exception:
-            return None
+    def write(writer: Writer) -> None:
+        trained = train(texts(), vocab_size, specials).backend_tokenizer.to_str()
+        writer.append(np.frombuffer(trained.encode(), np.uint8))
 
-    if (found := read()) is not None:
-        return found
-    with replacing(path, lambda: read() is not None) as file:
-        if file is not None:
-            trained = train(texts(), vocab_size, specials)
-            file.write(trained.backend_tokenizer.to_str().encode())
-    return read()
+    # the JSON of the tokenizer as an array of bytes, which has checksums
+    stored = cache_array(path, write, dtype="uint8")
+    return wrap(tokenizers.Tokenizer.from_str(stored.array.tobytes().decode()), specials)
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:

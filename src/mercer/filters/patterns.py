@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from .base import Causal, Filter, Index, Span
 from .entry import Entry
 
+# Places are compared in 64 bits.
+FARTHEST = 2**62
+
 
 @dataclass(frozen=True)
 class Window(Filter):
@@ -30,6 +33,8 @@ class Window(Filter):
                 raise ValueError(
                     f"{name} must be a whole number >= 0, or -1 for open, got {getattr(self, name)}"
                 )
+            if getattr(self, name) > FARTHEST:
+                raise ValueError(f"{name} must be at most 2^62, got {getattr(self, name)}")
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         left = j >= i - self.left if self.left >= 0 else True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from operator import mul
 from typing import ClassVar
@@ -14,6 +15,14 @@ from ..term.term import Term
 from .entry import Entry
 
 MAX_TERMS = 64
+
+
+def is_finite(number: float) -> bool:
+    """Whether a number is finite as a float; whole numbers may be larger than any float."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 class Kernel(nn.Module):

@@ -21,7 +21,7 @@ from ..term.features import Input
 from ..term.layout import accumulator
 from ..term.links import Link, Matern12, Matern32, Matern52, Rational
 from ..term.term import Term
-from .base import Kernel
+from .base import Kernel, is_finite
 from .entry import Entry, normal
 
 Bandwidth = float | Sequence[float] | Tensor | None
@@ -160,7 +160,7 @@ class RationalQuadratic(Distance):
 
     @alpha.setter
     def alpha(self, alpha: float) -> None:
-        if not (math.isfinite(alpha) and alpha > 0):
+        if not (is_finite(alpha) and alpha > 0):
             raise ValueError(f"alpha must be a positive finite number, got {alpha}")
         self.link = Rational(float(alpha))
 
@@ -234,7 +234,7 @@ class AdaptiveRBF(Distance):
         on: str = "content",
     ) -> None:
         super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
-        if not (math.isfinite(reach) and reach > 0):
+        if not (is_finite(reach) and reach > 0):
             raise ValueError(f"reach must be a positive finite number, got {reach}")
         _check_size("dim", dim, MOST // (heads or 1))
         self.reach = reach

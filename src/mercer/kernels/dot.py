@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +11,7 @@ from ..term.features import Input
 from ..term.layout import accumulator
 from ..term.links import Power
 from ..term.term import Term
-from .base import Kernel
+from .base import Kernel, is_finite
 from .entry import Entry
 
 
@@ -31,7 +29,7 @@ class Exponential(Kernel):
 
     def __init__(self, scale: float | None = None, on: str = "content") -> None:
         super().__init__()
-        if scale is not None and not math.isfinite(scale):
+        if scale is not None and not is_finite(scale):
             raise ValueError(f"scale must be a finite number, got {scale}")
         self.scale = scale
         self.on = on
@@ -70,7 +68,7 @@ class Cosine(Kernel):
 
     def __init__(self, scale: float = 10.0, on: str = "content") -> None:
         super().__init__()
-        if not (math.isfinite(scale) and scale > 0):
+        if not (is_finite(scale) and scale > 0):
             raise ValueError(f"scale must be a positive finite number, got {scale}")
         self.scale = scale
         self.on = on

@@ -14,7 +14,7 @@ from ..term.features import Features, Input
 from ..term.layout import accumulator
 from ..term.sinusoids import SinusoidFactor, coefficients, waves
 from ..term.term import Term
-from .base import Kernel
+from .base import Kernel, is_finite
 from .dot import Exponential, default_scale
 from .entry import Entry, normal
 
@@ -60,7 +60,7 @@ class Lookup(Positional):
                 "table must be [2c + 1, D] or [H, 2c + 1, D], with distance 0 in row c, "
                 f"got {list(table.shape)}"
             )
-        if scale is not None and not math.isfinite(scale):
+        if scale is not None and not is_finite(scale):
             raise ValueError(f"scale must be a finite number, got {scale}")
         self.keep("table", table)
         self.scale = scale
@@ -120,7 +120,7 @@ class RelativeSinusoid(Positional):
         self, on: str = "relative", base: float = 10000.0, weight: Tensor | None = None
     ) -> None:
         super().__init__()
-        if not (math.isfinite(base) and base > 0):
+        if not (is_finite(base) and base > 0):
             raise ValueError(f"base must be a positive finite number, got {base}")
         self.on = on
         self.base = base

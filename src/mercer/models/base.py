@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +41,33 @@ class KernelModel(PreTrainedModel):
     graph_read_out = True
     # Takes the states after the last block; returns the loss (with labels) and the logits.
     read_out: Callable[..., tuple[Tensor | None, Tensor | None]]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but a tensor that the files lack is an error.
+
+        With `ignore_mismatched_sizes=True` it is initialised anew, as for another head.
+        """
+        told = kwargs.pop("output_loading_info", False)
+        found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = found
+        missing = sorted(info["missing_keys"])
+        if missing and not kwargs.get("ignore_mismatched_sizes"):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(
+                f"the saved weights lack the tensor {missing[0]!r}{more}; to initialise what is "
+                "missing, give ignore_mismatched_sizes=True"
+            )
+        return (model, info) if told else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, but the weights can be read by those who can read the config."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        folder = Path(save_directory)
+        # safetensors makes files for their owner alone; the config follows the umask.
+        if (folder / "config.json").is_file():
+            for file in folder.glob("*.safetensors"):
+                shutil.copymode(folder / "config.json", file)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -6,11 +6,13 @@ layers, or a list with one for each layer.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedConfig
 
+from ..kernels.base import is_finite
 from ..nn import TokenKernels
 from .block import check_block
 from .parts import Parts
@@ -18,17 +20,50 @@ from .parts import Parts
 PARTS = ("system", "system_options", "kernel", "position", "value", "filter")
 Each = str | Sequence[str | None] | None
 Options = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+# More than any model has: a slip such as 1e9 layers would fill the memory.
+MOST_LAYERS = 10_000
+# Fields of transformers' own that a preset may set.
+LABELS = {"num_labels": int | None, "id2label": Mapping | None, "label2id": Mapping | None}
+# The words for a type in a message.
+WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    Mapping: "a dict",
+    Sequence: "a list",
+    list: "a list",
+    type(None): "None",
+}
 
 
 class KernelConfig(PreTrainedConfig):
     """What the configs of all models have in common."""
 
     def __init__(self, **kwargs: Any) -> None:
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))
+        # Before transformers' own checks, which divide by the heads.
+        self._check()
         super().__init__(**kwargs)
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file: Any) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = super()._dict_from_json_file(json_file)
+        except RecursionError:
+            raise ValueError(f"{json_file} is nested too deeply to be a config") from None
+        return found
+
+    def _check(self) -> None:
         check_block(self.norm, self.activation)
         check_whole(d_model=self.d_model, num_heads=self.num_heads, d_ff=self.d_ff)
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide into {self.num_heads} heads")
+        start = self.initializer_range
+        if start is not None and start < 0:
+            raise ValueError(f"initializer_range must be at least 0, got {start}")
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             share = getattr(self, name)
             if not 0 <= share < 1:
@@ -77,11 +112,44 @@ def token_kernels(layers: Sequence[Parts], vocab_size: int) -> TokenKernels | No
     return TokenKernels(vocab_size, **(each[0].tokens or {}))
 
 
+def check_types(config: type[KernelConfig], given: dict[str, Any]) -> None:
+    """Raise ValueError for an argument of another type than the config's `__init__` declares."""
+    kinds = get_type_hints(config.__init__) | LABELS
+    for name, value in (given | given["kwargs"]).items():
+        kind = kinds.get(config.attribute_map.get(name, name), Any)
+        if not _fits(value, kind):
+            choices = dict.fromkeys(get_origin(one) or one for one in _choices(kind))
+            words = " or ".join(WORDS[one] for one in choices)
+            raise ValueError(f"{name} must be {words}, got {value!r}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    # Names have their own check, which lists them.
+    if kind is Any or origin is Literal:
+        return True
+    if origin in (list, Sequence):
+        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or kind)
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
 def check_whole(**sizes: Any) -> None:
     """Raise ValueError for a size that is not a whole number >= 1."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be a whole number from 1 up, got {size!r}")
+        if name.endswith("layers") and size > MOST_LAYERS:
+            raise ValueError(f"{name} must be at most {MOST_LAYERS}, got {size}")
 
 
 def check_names(input_position: object, residual_start: object) -> None:

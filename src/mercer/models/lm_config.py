@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from .block import Activation, Norm
-from .config import PARTS, Each, KernelConfig, Options, check_names, check_whole, spread
+from .config import (
+    PARTS,
+    Each,
+    KernelConfig,
+    Options,
+    check_names,
+    check_types,
+    check_whole,
+    spread,
+)
 from .parts import Parts
 
 
@@ -98,6 +107,7 @@ class KernelLMConfig(KernelConfig):
         pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
+        check_types(KernelLMConfig, locals())
         self.vocab_size, self.d_model, self.num_heads = vocab_size, d_model, num_heads
         self.num_layers, self.context_length = num_layers, context_length
         self.d_ff = 4 * d_model if d_ff is None else d_ff
@@ -119,8 +129,10 @@ class KernelLMConfig(KernelConfig):
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.pad_token_id = pad_token_id
         check_whole(vocab_size=vocab_size, num_layers=num_layers, context_length=context_length)
-        if segment_length is not None:
-            check_whole(segment_length=segment_length)
+        some = {"segment_length": segment_length, "memory_length": memory_length, "div": div}
+        check_whole(**{name: size for name, size in some.items() if size is not None})
+        if logit_cap is not None and logit_cap <= 0:
+            raise ValueError(f"logit_cap must be above 0, got {logit_cap}")
         check_names(input_position, residual_start)
         if self.windows is not None and self.short_window is None:
             self.short_window = max(context_length // 2, 1)

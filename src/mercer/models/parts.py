@@ -8,6 +8,7 @@ construction on the meta device, as transformers does when it loads a model.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,7 +21,9 @@ from .. import parse, systems
 from ..explain import width
 from ..filters import Causal, Filter, Full
 from ..kernels import Kernel
+from ..names import suggest
 from ..nn import (
+    GaussianAttention,
     Grid2D,
     KernelAttention,
     Learned,
@@ -60,8 +63,14 @@ class Parts:
         # On the CPU: kernels read the values of bandwidths, which the meta device does not have.
         with torch.device("cpu"):
             for name in ("kernel", "position", "filter"):
-                if getattr(self, name) is not None:
-                    getattr(parse, name)(getattr(self, name))
+                text = getattr(self, name)
+                try:
+                    if text is not None:
+                        getattr(parse, name)(text)
+                # An argument of another type, or a number that no float can hold.
+                except (TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+                    short = text if len(text) <= 60 else f"{text[:50]}…"
+                    raise ValueError(f"{name} {short} cannot be built: {error}") from None
         return self
 
     @property
@@ -201,6 +210,8 @@ def _fit(base: str | None, options: dict[str, Any], place: Place) -> dict[str, A
             grid = Grid2D(height, width, prefix=prefix, combine="sum")
             return {"position": grid} | options
         width = options.get("width", 32)
+        if not isinstance(width, int) or width < 1:
+            raise ValueError(f"width must be a whole number from 1 up, got {width!r}")
         return {"height": -(-place.max_length // width)} | options
     return options
 
@@ -234,13 +245,23 @@ def _checked(builder: Any, name: str, place: Place, options: dict[str, Any]) -> 
     try:
         layer: Attention = builder(place.d_model, place.num_heads, **options)
     except TypeError as error:
-        known = [n for n in inspect.signature(KernelAttention).parameters if n != "self"]
-        unknown = str(error).split("argument")[-1].strip().strip("'")
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None:
+            raise ValueError(f"{name} cannot be built with these options: {error}") from None
         raise ValueError(
-            f"{name} takes no option {unknown!r}; besides the system's options it takes: "
-            f"{', '.join(known[2:])}"
+            f"{name} takes no option {found[1]!r}; {suggest(found[1], _known(name))}"
         ) from None
     return layer
+
+
+def _known(name: str) -> list[str]:
+    """The options of a system, those of its layer included."""
+    layer = GaussianAttention if systems.is_gaussian(name) else KernelAttention
+    builders = [systems.SYSTEMS[name].builder] if name in systems.SYSTEMS else []
+    names = [n for one in (*builders, layer) for n in inspect.signature(one).parameters]
+    tokens = TOKEN_OPTIONS if systems.has_token_kernels(name) else ()
+    own = ("d_model", "num_heads", "options")
+    return [n for n in dict.fromkeys((*names, *tokens)) if n not in own]
 
 
 def _filter(own: Filter, parts: Parts, place: Place) -> Filter:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from .. import parse, systems
+from ..names import suggest
+from .config import LABELS, KernelConfig
 from .lm_config import KernelLMConfig
 from .translator_config import KernelTranslatorConfig
 from .vit_config import KernelViTConfig
@@ -153,7 +156,7 @@ def lm(
         size = fields["vocab_size"] if vocab_size is None else vocab_size
         fields["div"] = 1
         fields["cutoffs"] = [cut for cut in XL_CUTOFFS if cut < size] or [max(size // 4, 1)]
-    return KernelLMConfig(**_with(fields, system, vocab_size, overrides))
+    return KernelLMConfig(**_with(KernelLMConfig, fields, system, vocab_size, overrides))
 
 
 def translator(
@@ -165,7 +168,9 @@ def translator(
 ) -> KernelTranslatorConfig:
     """The config of a translator: iwslt or tiny."""
     fields = _find(TRANSLATOR, name, "translator")
-    return KernelTranslatorConfig(**_with(fields, system, vocab_size, overrides))
+    return KernelTranslatorConfig(
+        **_with(KernelTranslatorConfig, fields, system, vocab_size, overrides)
+    )
 
 
 def vit(name: str = "tiny", *, system: str | None = None, **overrides: Any) -> KernelViTConfig:
@@ -179,7 +184,7 @@ def vit(name: str = "tiny", *, system: str | None = None, **overrides: Any) -> K
         fields["position"] = "grid"
     elif systems.is_gaussian(system):
         fields["input_position"] = "learned"
-    return KernelViTConfig(**_with(fields, system, None, overrides))
+    return KernelViTConfig(**_with(KernelViTConfig, fields, system, None, overrides))
 
 
 def _nano(depth: int) -> dict[str, Any]:
@@ -196,11 +201,17 @@ def _find(presets: Mapping[str, dict[str, Any]], name: str, what: str) -> dict[s
 
 
 def _with(
+    config: type[KernelConfig],
     fields: dict[str, Any],
     system: str | None,
     vocab_size: int | None,
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
+    # transformers' configs keep any name, and a slip of the pen would change nothing.
+    known = [n for n in inspect.signature(config).parameters if n != "kwargs"]
+    for name in overrides:
+        if name not in (*known, *config.attribute_map, *LABELS):
+            raise ValueError(f"a {config.model_type} has no field {name!r}; {suggest(name, known)}")
     given = {"system": system, "vocab_size": vocab_size}
     kernel = overrides.get("kernel")
     if isinstance(kernel, str) and parse.kernel(kernel).query_parts - {"content"}:

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from .block import Activation, Norm
-from .config import PARTS, Each, KernelConfig, Options, check_names, check_whole, spread
+from .config import (
+    PARTS,
+    Each,
+    KernelConfig,
+    Options,
+    check_names,
+    check_types,
+    check_whole,
+    spread,
+)
 from .parts import Parts
 
 
@@ -75,6 +84,7 @@ class KernelTranslatorConfig(KernelConfig):
         decoder_start_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
+        check_types(KernelTranslatorConfig, locals())
         self.vocab_size, self.d_model, self.num_heads = vocab_size, d_model, num_heads
         self.encoder_layers, self.decoder_layers = encoder_layers, decoder_layers
         self.d_ff = 4 * d_model if d_ff is None else d_ff

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from .block import Activation, Norm
-from .config import PARTS, Each, KernelConfig, Options, check_names, check_whole, spread
+from .config import (
+    PARTS,
+    Each,
+    KernelConfig,
+    Options,
+    check_names,
+    check_types,
+    check_whole,
+    spread,
+)
 from .parts import Parts
 
 
@@ -61,6 +70,7 @@ class KernelViTConfig(KernelConfig):
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
+        check_types(KernelViTConfig, locals())
         self.image_size, self.patch_size = image_size, patch_size
         self.num_channels, self.pooling = num_channels, pooling
         self.d_model, self.num_layers, self.num_heads = d_model, num_layers, num_heads

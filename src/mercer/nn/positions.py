@@ -177,6 +177,8 @@ class ProductKernel(Position):
             raise ValueError(f"kernel must be a Kernel, got {type(kernel).__name__}")
         self.kernel = kernel
         self.symmetric = symmetric
+        if not isinstance(self.kernel, Kernel):
+            raise ValueError(f"kernel must be a Kernel, got {self.kernel!r}")
         if self.kernel.query_parts != {"position"}:
             raise ValueError(
                 f"kernel must be on part 'position', but reads {sorted(self.kernel.query_parts)}"

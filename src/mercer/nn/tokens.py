@@ -59,7 +59,7 @@ class TokenKernels(nn.Module):
         if on not in ("k", "v", "kv"):
             raise ValueError(f"on must be 'k', 'v' or 'kv', got {on!r}")
         for name, count in (("vocab_size", vocab_size), ("heads", heads), ("layers", layers)):
-            if count is not None and count < 1:
+            if count is not None and (not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if not math.isfinite(start):
             raise ValueError(f"start must be a finite number, got {start}")

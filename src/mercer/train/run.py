@@ -74,6 +74,8 @@ def run(
         say: called with a message, such as one on a damaged checkpoint.
     """
     settings = settings.resolve()
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda cannot be used here: torch finds no GPU; give device cpu")
     with TURNS, quiet(), kept_random():
         return _run(settings, on_progress, say or (lambda text: None))
 

@@ -33,6 +33,11 @@ WHOLE = (
     "beams", "eval_items",
 )  # fmt: skip
 
+# More than any run needs; numbers that arithmetic of 64 bits cannot take are mistakes.
+LARGEST = 10**12
+# numpy takes seeds of 32 bits.
+LARGEST_SEED = 2**32 - 1
+
 # task, preset -> batch, length, learning rate; the rest of a preset is in the model's config.
 RECIPES: dict[tuple[str, str], dict[str, Any]] = {
     ("lm", "tiny"): {"batch": 16, "length": 128, "learning_rate": 3e-3, "tokenizer": "bpe:1024"},
@@ -152,6 +157,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+            if value is not None and value > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
         for name in ("time", "learning_rate", "clip"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -164,10 +171,12 @@ class Settings:
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {value!r}")
-        for name, least in (("seed", 0), ("workers", 0)):
+        for name, most in (("seed", LARGEST_SEED), ("workers", 1024)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a whole number from 0 on, got {value!r}")
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
         assert self.batch is not None
         if self.batch % self.accumulate:
             raise ValueError(

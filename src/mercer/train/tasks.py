@@ -6,6 +6,7 @@ A task has the data, the model, the loss and the evaluation. The trainer is the 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .. import data, models
 from ..models import presets
+from ..names import suggest
 from . import evaluate
 from .distributed import Team
 from .settings import Settings
@@ -88,6 +90,17 @@ class Task(ABC):
             return contextlib.nullcontext()
         return torch.autocast(device.type, torch.bfloat16)
 
+    def read(self, function: Callable[..., Any], **given: Any) -> Any:
+        """The data, read by a function of `mercer.data`, with the options of the settings."""
+        settings = self.settings
+        given = {"cache_dir": settings.cache, **given}
+        known = [n for n in inspect.signature(function).parameters if n not in given]
+        known = [n for n in known if n not in ("source", "on_progress")]
+        for name in settings.data_options:
+            if name not in known:
+                raise ValueError(f"the data has no option {name!r}; {suggest(name, known)}")
+        return function(settings.data, **given, **settings.data_options)
+
     def parts(self) -> dict[str, Any]:
         """The config fields of the attention."""
         settings = self.settings
@@ -98,6 +111,7 @@ class Task(ABC):
     def vocabulary(self) -> dict[str, Any]:
         """The config fields that depend on the tokenizer."""
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        check_least("vocab_size", self.settings, len(self.tokenizer), "tokens of the tokenizer")
         found = {name: getattr(self.tokenizer, name) for name in names}
         return {"vocab_size": len(self.tokenizer), **found}
 
@@ -110,18 +124,19 @@ class Task(ABC):
         return items if most is None else max(1, min(items, most))
 
 
+def check_least(name: str, settings: Settings, least: int, what: str) -> None:
+    """Raise ValueError if the settings give a size that the data does not fit in."""
+    given = settings.overrides.get(name)
+    if isinstance(given, int) and given < least:
+        raise ValueError(f"{name} must be at least {least}, the {what}, got {given}")
+
+
 class LanguageModel(Task):
     """Predict the next token."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.text = data.text(
-            settings.data,
-            tokenizer=settings.tokenizer,
-            cache_dir=settings.cache,
-            seed=settings.seed,
-            **settings.data_options,
-        )
+        self.text = self.read(data.text, tokenizer=settings.tokenizer, seed=settings.seed)
         assert settings.length is not None
         self.length = settings.length
         self.tokenizer = self.text.tokenizer
@@ -190,12 +205,7 @@ class Translation(Task):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.pairs = data.pairs(
-            settings.data,
-            tokenizer=settings.tokenizer,
-            cache_dir=settings.cache,
-            **settings.data_options,
-        )
+        self.pairs = self.read(data.pairs, tokenizer=settings.tokenizer)
         self.tokenizer = self.pairs.tokenizer
         self.source = self.pairs.source
         self.train = self.pairs.encoded("train", max_length=settings.length)
@@ -254,8 +264,9 @@ class Vision(Task):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        options = {"size": settings.overrides.get("image_size"), **settings.data_options}
-        self.images = data.images(settings.data, cache_dir=settings.cache, **options)
+        size = settings.overrides.get("image_size")
+        given = {} if size is None or "size" in settings.data_options else {"size": size}
+        self.images = self.read(data.images, **given)
         self.source = self.images.source
         self.train = self.images.train
         self.patches = 1
@@ -270,6 +281,7 @@ class Vision(Task):
             "image_size": images.image_size,
             "num_channels": images.channels,
         }
+        check_least("num_labels", self.settings, images.num_classes, "classes of the data")
         return presets.vit(self.settings.preset, **(shape | self.parts()))
 
     def build(self) -> Any:
