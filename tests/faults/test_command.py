@@ -61,7 +61,7 @@ MISTAKES = {
     "column": ([*LM, "--data-option", "column=3"], "column must be a name, got 3"),
     "a set": ([*LM, "--option", "memory={1}"], "must be a number, text, or a list"),
     "a kernel in a position": (
-        [*LM, "--position", "ProductKernel(kernel=3)"], "kernel must be a Kernel, got 3",
+        [*LM, "--position", "ProductKernel(kernel=3)"], "kernel must be a Kernel, got int",
     ),
     "a width of images": (
         [*LM, "--system", "parmar2018", "--option", "width=0"], "width must be a whole number",
@@ -70,12 +70,12 @@ MISTAKES = {
         [*LM, "--system", "leng2026", "--option", "heads=x"], "heads must be at least 1, got x",
     ),
     # too large
-    "a window": ([*LM, "--filter", f"Window({MANY}, 0)"], "left must be at most 2^62"),
+    "a window": ([*LM, "--filter", f"Window({MANY}, 0)"], "is beyond the largest whole number"),
     "steps": ([*LM, "--steps", MANY], "steps must be at most 1000000000000"),
     "seed": ([*LM, "--seed", MANY], "seed must be at most 4294967295"),
     "layers": (sets("num_layers=1000000000"), "num_layers must be at most 10000"),
     "a side": ([*VISION, "--data-option", "size=99999999"], "size must be a whole number from 1"),
-    "a kernel's number": ([*LM, "--kernel", f"Cosine({'9' * 400})"], "must be a positive finite"),
+    "a kernel's number": ([*LM, "--kernel", f"Cosine({'9' * 400})"], "is beyond the largest whole number"),
     "a base": (["explain", "tsai2019", "--shape", f"1,1,1,{MANY}"], "numbers below 2^31"),
     "seeds": (["study", "quick", "--seeds", f"0-{MANY}"], "--seeds must be below 2^32"),
     "a vocabulary": (
