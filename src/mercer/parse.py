@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -69,7 +70,10 @@ def _read(text: str, what: str, kind: type[T], names: Names, inner: Names, opera
             f"{what} must be at most {LONGEST} characters, got {len(text)}"
         )  # fmt: skip
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            # Such as "invalid decimal literal" for 0or: the text is refused or fine without it.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ValueError(

@@ -75,7 +75,7 @@ MISTAKES = {
     "seed": ([*LM, "--seed", MANY], "seed must be at most 4294967295"),
     "layers": (sets("num_layers=1000000000"), "num_layers must be at most 10000"),
     "a side": ([*VISION, "--data-option", "size=99999999"], "size must be a whole number from 1"),
-    "a kernel's number": ([*LM, "--kernel", f"Cosine({'9' * 400})"], "is beyond the largest whole number"),
+    "a kernel's number": ([*LM, "--kernel", f"Cosine({'9' * 400})"], "beyond the largest whole"),
     "a base": (["explain", "tsai2019", "--shape", f"1,1,1,{MANY}"], "numbers below 2^31"),
     "seeds": (["study", "quick", "--seeds", f"0-{MANY}"], "--seeds must be below 2^32"),
     "a vocabulary": (

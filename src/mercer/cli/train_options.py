@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -119,7 +120,9 @@ def read_pairs(texts: list[str]) -> dict[str, Any]:
         if len(value) > LONGEST:
             raise ValueError(f"a value must have at most {LONGEST} characters, got {short!r}")
         try:
-            found[name] = ast.literal_eval(value)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                found[name] = ast.literal_eval(value)
         except (MemoryError, RecursionError):
             raise ValueError(f"a value must not be nested so deeply, got {short!r}") from None
         except (ValueError, TypeError, SyntaxError):
