@@ -553,3 +553,9 @@ def test_a_deep_config(saved, tmp_path):
     (tmp_path / "m" / "config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config\.json is nested too deeply"):
         models.KernelLM.from_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize("kind", ["pairs", "images"])
+def test_columns_of_data_without_names_are_refused(kind, tmp_path):
+    with pytest.raises(ValueError, match=r"embedded has no columns .* got columns=\('a', 'b'\)"):
+        getattr(data, kind)("embedded", columns=("a", "b"), cache_dir=tmp_path)

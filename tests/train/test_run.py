@@ -233,6 +233,8 @@ def test_the_folder_of_a_run_is_complete(small, tmp_path):
     assert lines == result.history
     assert {"loss", "learning_rate", "grad_norm", "tokens", "seconds"} <= set(lines[0])
     assert any((folder / "tensorboard").iterdir())
+    modes = {path.stat().st_mode for path in (folder / "checkpoints").glob("*/*")}
+    assert modes == {(folder / "config.json").stat().st_mode}
     # The model and its tokenizer are files like any others of transformers.
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -21,6 +21,12 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
         )
 
 
+def check_unnamed(columns: object, source: str) -> None:
+    """Raise ValueError for columns of data that has none."""
+    if columns is not None:
+        raise ValueError(f"{source} has no columns with names, got columns={shorten(columns)}")
+
+
 def check_columns(columns: object) -> None:
     """Raise ValueError for columns that are not two names; None is right, too."""
     names = columns if isinstance(columns, list | tuple) else ()

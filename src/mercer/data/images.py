@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from . import cache, folders, hub
 from .embedded import read_digits
-from .errors import LARGEST_SEED, DataError, check_columns, check_whole, shorten
+from .errors import LARGEST_SEED, DataError, check_columns, check_unnamed, check_whole, shorten
 from .files import explain
 from .pictures import Fit
 
@@ -188,6 +188,7 @@ def _find_images(
     on_progress: folders.Progress | None,
 ) -> folders.Labelled:
     if source == "embedded":
+        check_unnamed(columns, "embedded")
         pixels, labels, cut = read_digits()
         found = folders.Labelled(
             train=pixels[:cut],
@@ -209,6 +210,7 @@ def _find_images(
     with explain(path):
         exists = path.exists()
     if exists:
+        check_unnamed(columns, str(source))
         return folders.read(path, fit, folder, on_progress)
     name = hub.find_name(hub.check_source(source), hub.IMAGES, columns)
     chosen = columns or name.columns or ("image", "label")

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from . import cache, encode, hub, tokens
-from .errors import LARGEST_SEED, DataError, check_columns, check_whole, shorten
+from .errors import LARGEST_SEED, DataError, check_columns, check_unnamed, check_whole, shorten
 from .grammar import draw_pairs
 from .layout import find_files
 from .tables import ENDINGS, read_rows
@@ -187,6 +187,7 @@ def _find_pairs(
 ) -> tuple[dict[str, Pairs], str]:
     """The splits of a source, and its name."""
     if source == "embedded":
+        check_unnamed(columns, "embedded")
         drawn = draw_pairs(EMBEDDED, seed)
         name = f"embedded: synthetic German-English sentences of a small grammar, seed {seed}"
         return {split: Pairs(found) for split, found in drawn.items()}, name

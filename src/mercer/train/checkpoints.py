@@ -152,6 +152,9 @@ def _sign(folder: Path) -> None:
         files[name] = {"bytes": path.stat().st_size, "sha256": _hash(path)}
     text = json.dumps({"format": 1, "files": files}, indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
+    for name in files:
+        # safetensors makes files for their owner alone; the manifest follows the umask.
+        shutil.copymode(folder / MANIFEST, folder / name)
 
 
 def _hash(path: Path) -> str:
