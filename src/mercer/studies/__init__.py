@@ -4,6 +4,7 @@ from .conduct import Outcome, look_up, run
 from .curves import draw_curves
 from .ledger import Ledger, Record, Shard
 from .load import NAMES, find, load
+from .paper import Claim, Paper
 from .report import conclude, introduce, list_studies, show
 from .study import PARTS, Job, Metric, Study, Variant
 from .table import Row, draw, rows
@@ -11,10 +12,12 @@ from .table import Row, draw, rows
 __all__ = [
     "NAMES",
     "PARTS",
+    "Claim",
     "Job",
     "Ledger",
     "Metric",
     "Outcome",
+    "Paper",
     "Record",
     "Row",
     "Shard",

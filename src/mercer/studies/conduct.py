@@ -19,6 +19,7 @@ from rich.console import Console
 
 from .curves import draw_curves
 from .ledger import Ledger, Record, Shard, claim
+from .paper import beside
 from .screen import Screen
 from .study import PARTS, Job, Study
 from .table import Row, as_markdown, rows
@@ -194,7 +195,8 @@ def look_up(
         return found, notes, []
     ledger.gather()
     table = folder / "table.md"
-    table.write_text(as_markdown(study, found), encoding="utf-8")
+    text = as_markdown(study, found) + beside(study.paper, found)
+    table.write_text(text, encoding="utf-8")
     files = [ledger.main, table]
     try:
         if curves := draw_curves(study, found, folder / "curves.png"):

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from .conduct import Outcome
 from .ledger import Shard
 from .load import NAMES, load
+from .paper import RULE, Paper, compare
 from .screen import clock
 from .study import Study
 from .table import CAPTION, Row, best, draw
@@ -81,6 +84,8 @@ def show(
             console.print(
                 f"[dim]Within two spreads of the best: {escape(names)}. Try more seeds.[/]"
             )
+    if study.paper is not None:
+        _show_paper(console, study.paper, rows)
     if study.remark and not any(row.wanted - len(row.records) for row in rows):
         console.print(f"[dim]{escape(study.remark)}[/]")
     for note in notes:
@@ -88,6 +93,25 @@ def show(
     console.print()
     for path in files:
         console.print(f"wrote {escape(str(path))}", soft_wrap=True)
+
+
+def _show_paper(console: Console, paper: Paper, rows: Sequence[Row]) -> None:
+    """Print our figures beside the paper's, and what our runs say of its claims."""
+    found = compare(paper, rows)
+    table = Table(title=escape(f"Beside {paper.source}"), box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("")
+    table.add_column(f"ours, {rows[0].metric.title}", justify="right")
+    table.add_column(f"paper, {paper.metric}", justify="right")
+    by_name = {row.variant: row for row in rows}
+    for name, figure in paper.figures.items():
+        theirs = "not converged" if figure is None else f"{figure:g}"
+        table.add_row(escape(name), by_name[name].figure.strip(), theirs)
+    console.print(table)
+    console.print(f"[dim]The paper's figures are of {escape(paper.data)}. {found.order}[/]")
+    for verdict in found.verdicts:
+        console.print(f"{escape(verdict.claim.text)}\n  [bold]{escape(str(verdict))}[/]")
+    if found.verdicts:
+        console.print(f"[dim]{RULE}[/]")
 
 
 def suggest(console: Console, study: Study) -> None:

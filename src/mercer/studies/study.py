@@ -13,10 +13,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..systems import SYSTEMS
 from .ledger import Record
+
+if TYPE_CHECKING:
+    from .paper import Paper
 
 # The training settings that a variant may set: the parts and shape of the model, but not data,
 # steps or rates.
@@ -93,6 +96,8 @@ class Study:
     title: str = ""
     # A note below the table.
     remark: str = ""
+    # A paper's table for the same variants.
+    paper: Paper | None = None
     # What to try next: pairs of a command and its purpose.
     next_steps: Sequence[tuple[str, str]] = ()
 
@@ -111,6 +116,8 @@ class Study:
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"systems must have different names, but {min(twice)!r} occurs twice")
         check_seeds(self.seeds)
+        if self.paper is not None:
+            self.paper.check(names)
 
     @property
     def variants(self) -> list[Variant]:
