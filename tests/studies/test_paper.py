@@ -31,9 +31,9 @@ def row(variant, values, status="done"):
 
 
 def test_the_interval_is_exact_for_few_seeds():
-    # Of the 4 resamples of two differences, the outer ones are the differences themselves.
-    assert bootstrap([1.0, 3.0]) == Interval(2.0, 1.0, 3.0, 2)
-    assert bootstrap([2.0]) is None
+    # Of the 27 resamples of three differences, the outer ones are the differences themselves.
+    assert bootstrap([1.0, 3.0, 2.0]) == Interval(2.0, 1.0, 3.0, 3)
+    assert bootstrap([2.0, 3.0]) is None
     assert bootstrap([]) is None
     found = bootstrap([0.3, 0.5, 0.4, 0.2, 0.6])
     assert found.mean == pytest.approx(0.4)
@@ -120,7 +120,7 @@ def test_claims_and_orders_of_a_table():
 def test_missing_runs_decide_nothing():
     found = compare(PAPER, [row("exponential", [30.0]), row("rbf", []), row("linear", [])])
     said = [verdict.said for verdict in found.verdicts]
-    assert said[0] == said[1] == "undecided: it takes two seeds that both have"
+    assert said[0] == said[1] == "undecided: it takes 3 seeds that both have"
     assert said[2] == "no run yet"
     assert found.tau is None
     assert found.order == "The orders cannot be compared yet."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from ..studies import Shard
+    from ..studies import Shard, Study
 
 FAILED, INTERRUPTED = 1, 130
 MOST_SEEDS = 10_000
@@ -68,12 +69,29 @@ def run_study(
         part = None if shard is None else read_shard(shard)
         folder = output or Path("runs") / chosen.name
         if table:
+            chosen = replace(chosen, chosen=studies.choose(chosen, folder) or {})
             found, notes, files = studies.look_up(chosen, folder, wanted)
             if not files:
                 raise ValueError(f"there are no results of this study in {folder} yet")
             studies.show(console, chosen, found, notes, files)
             return
         studies.introduce(console, chosen, folder, part, wanted)
+        stopped: list[bool] = []
+
+        def attempt(trial: Study, place: Path) -> bool:
+            console.print(f"[bold]{escape(trial.title)}[/]")
+            outcome = studies.run(trial, place, shard=part, console=console)
+            for job, why in outcome.failed.items():
+                console.print(f"[red]failed:[/] {escape(job)}: {escape(why)}", soft_wrap=True)
+            stopped.append(outcome.interrupted)
+            return not outcome.interrupted
+
+        tuned = studies.tune(chosen, folder, attempt)
+        if tuned is None:
+            why = "stopped" if any(stopped) else "not complete: trials failed, or run elsewhere"
+            console.print(f"The tuning is {why}. The same command continues.")
+            raise typer.Exit(INTERRUPTED if any(stopped) else FAILED)
+        chosen = tuned
         outcome = studies.run(chosen, folder, shard=part, seeds=wanted, console=console)
     except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))

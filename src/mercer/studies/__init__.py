@@ -8,6 +8,7 @@ from .paper import Claim, Paper
 from .report import conclude, introduce, list_studies, show
 from .study import PARTS, Job, Metric, Study, Variant
 from .table import Row, draw, rows
+from .tune import choose, tune
 
 __all__ = [
     "NAMES",
@@ -23,6 +24,7 @@ __all__ = [
     "Shard",
     "Study",
     "Variant",
+    "choose",
     "conclude",
     "draw",
     "draw_curves",
@@ -34,4 +36,5 @@ __all__ = [
     "rows",
     "run",
     "show",
+    "tune",
 ]

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
+LEAST = 3
 # Up to this many resamples all are enumerated, so that the interval is exact.
 MOST_RESAMPLES = 50_000
 
@@ -34,9 +35,9 @@ class Interval:
 
 
 def bootstrap(differences: Sequence[float]) -> Interval | None:
-    """The interval of the mean; None for fewer than two differences, which have no spread."""
+    """The interval of the mean; None for fewer than `LEAST` differences, which tell too little."""
     count = len(differences)
-    if count < 2:
+    if count < LEAST:
         return None
     if count**count <= MOST_RESAMPLES:
         drawn = itertools.product(differences, repeat=count)

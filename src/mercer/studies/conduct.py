@@ -23,6 +23,7 @@ from .paper import beside
 from .screen import Screen
 from .study import PARTS, Job, Study
 from .table import Row, as_markdown, rows
+from .tune import say_chosen
 
 if TYPE_CHECKING:
     from ..train import Result
@@ -195,7 +196,8 @@ def look_up(
         return found, notes, []
     ledger.gather()
     table = folder / "table.md"
-    text = as_markdown(study, found) + beside(study.paper, found)
+    parts = [as_markdown(study, found), say_chosen(study), beside(study.paper, found)]
+    text = "\n".join(f"{part.strip()}\n" for part in parts if part)
     table.write_text(text, encoding="utf-8")
     files = [ledger.main, table]
     try:

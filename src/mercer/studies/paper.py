@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .claims import Interval, bootstrap, judge, kendall, paired
+from .claims import LEAST, Interval, bootstrap, judge, kendall, paired
 from .table import Row
 
 
@@ -112,7 +112,7 @@ def _judge(claim: Claim, rows: Mapping[str, Row], lower: bool) -> Verdict:
             return Verdict(claim, f"undecided: {row.variant} did not converge")
     found = bootstrap(paired(_by_seed(first), _by_seed(second), lower))
     if found is None:
-        return Verdict(claim, "undecided: it takes two seeds that both have")
+        return Verdict(claim, f"undecided: it takes {LEAST} seeds that both have")
     return Verdict(claim, judge(found, claim.margin), found)
 
 

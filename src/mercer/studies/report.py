@@ -18,6 +18,7 @@ from .paper import RULE, Paper, compare
 from .screen import clock
 from .study import Study
 from .table import CAPTION, Row, best, draw
+from .tune import say_chosen
 
 
 def introduce(
@@ -31,6 +32,9 @@ def introduce(
         f"{len(study.variants)} systems x {number} seeds{part}, into {escape(str(folder))}"
     )
     console.print(f"[dim]the same for all: {escape(say_budget(study.budget))}[/]")
+    for name, values in study.tune.items():
+        tried = ", ".join(map(str, values))
+        console.print(f"[dim]tuned first, for each system: {escape(name)} {escape(tried)}[/]")
     console.print("[dim]Ctrl-C stops it; the same command continues[/]")
 
 
@@ -84,6 +88,8 @@ def show(
             console.print(
                 f"[dim]Within two spreads of the best: {escape(names)}. Try more seeds.[/]"
             )
+    if chosen := say_chosen(study):
+        console.print(f"[dim]{escape(chosen)}[/]")
     if study.paper is not None:
         _show_paper(console, study.paper, rows)
     if study.remark and not any(row.wanted - len(row.records) for row in rows):

@@ -96,6 +96,12 @@ class Study:
     title: str = ""
     # A note below the table.
     remark: str = ""
+    # The same grid for every variant, such as {"learning_rate": (1e-3, 3e-3)}, tried with the first
+    # seed; and the settings in which the trials differ from the budget, such as fewer steps.
+    tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tune_budget: Mapping[str, Any] = field(default_factory=dict)
+    # What each variant was tuned to; filled by tune.py.
+    chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # A paper's table for the same variants.
     paper: Paper | None = None
     # What to try next: pairs of a command and its purpose.
@@ -106,7 +112,7 @@ class Study:
             raise ValueError(f"systems must be a list of at least one, got {self.systems!r}")
         if self.task not in METRICS:
             raise ValueError(f"task must be one of {', '.join(METRICS)}, got {self.task!r}")
-        for part in self.budget:
+        for part in (*self.budget, *self.tune, *self.tune_budget):
             if part in {*PARTS, *ELSEWHERE} - {"overrides"}:
                 raise ValueError(
                     f"the budget must not set {part!r}: "
@@ -116,8 +122,20 @@ class Study:
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"systems must have different names, but {min(twice)!r} occurs twice")
         check_seeds(self.seeds)
+        self._check_grid()
         if self.paper is not None:
             self.paper.check(names)
+
+    def _check_grid(self) -> None:
+        for name, values in self.tune.items():
+            if isinstance(values, str) or not isinstance(values, Sequence) or len(set(values)) < 2:
+                raise ValueError(
+                    f"tune must give at least two different values of {name}, got {values!r}"
+                )
+            if name in self.budget:
+                raise ValueError(f"{name} is tuned, so the budget must not set it")
+        if self.tune_budget and not self.tune:
+            raise ValueError("tune_budget needs tune, the grid")
 
     @property
     def variants(self) -> list[Variant]:
@@ -167,7 +185,8 @@ class Study:
                 raise ValueError(
                     f"the budget sets {name!r}, which is not a setting of training; {hint}"
                 )
-        chosen = {"task": self.task, **self.budget, **variant.parts, "seed": seed}
+        tuned = self.chosen.get(variant.name, {})
+        chosen = {"task": self.task, **self.budget, **tuned, **variant.parts, "seed": seed}
         # Config fields of the budget and of the variant are merged.
         both = [source.get("overrides", {}) for source in (self.budget, variant.parts)]
         chosen["overrides"] = {**both[0], **both[1]}
