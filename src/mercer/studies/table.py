@@ -145,7 +145,7 @@ CAPTION = "Mean ± standard deviation over seeds, on data that was not trained o
 
 def shorten(number: float) -> str:
     """Three digits and a unit: 118k, 1.32M."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # 999.6k would round to 1e+03k.
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{unit}"
