@@ -7,6 +7,7 @@ failed job does not stop the others.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from .curves import draw_curves
-from .ledger import Ledger, Record, Shard, claim
+from .ledger import TUNING, Ledger, Record, Shard, claim
 from .measure import Trained
 from .paper import beside
 from .screen import Screen
@@ -212,8 +213,13 @@ def look_up(
     if study.analyse is not None:
         parts.append(study.analyse(found, folder))
     text = "\n".join(f"{part.strip()}\n" for part in parts if part)
-    table.write_text(text, encoding="utf-8")
+    temporary = table.with_name(f".{table.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, table)
     files = [ledger.main, table]
+    if folder.parent.name == TUNING:
+        # The curves of trials would cost more time than they tell.
+        return found, notes, files
     try:
         if curves := draw_curves(study, found, folder / "curves.png"):
             files.append(curves)

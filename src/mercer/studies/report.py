@@ -79,7 +79,7 @@ def show(
     files: Sequence[Path],
 ) -> None:
     """Print the table, its notes, and the files."""
-    console.print(draw(rows, width=console.width))
+    console.print(draw(rows, width=console.width, columns=study.columns))
     console.print(f"[dim]{CAPTION}[/]")
     if (first := best(rows)) is not None and first.spread is not None:
         rivals = [r for r in rows if r is not first and r.mean is not None and _ties(first, r)]
@@ -142,8 +142,8 @@ def list_studies(console: Console) -> None:
             f"  [dim]{escape(f'{jobs} jobs; {study.cost}{needs}{sizes}')}[/]", soft_wrap=True
         )
     console.print(
-        "\nRun one by `mercer study NAME`, or one of your own by `mercer study FILE.py`; --plan says "
-        "what it costs, --size small is for a laptop. docs/studies.md says how to write one."
+        "\nRun one by `mercer study NAME`, or one of your own by `mercer study FILE.py`; --plan "
+        "says what it costs, --size small is for a laptop. docs/studies.md says how to write one."
     )
 
 
