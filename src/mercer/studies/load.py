@@ -18,6 +18,9 @@ FILES = {
         f"tsai-{table}{task}": "tsai.py"
         for table in ("positions", "kernels", "order", "values") for task in ("", "-lm")
     },
+    "gka-language": "gka.py",
+    "gka-vision": "gka.py",
+    "kernels-per-second": "speed.py",
 }  # fmt: skip
 NAMES = tuple(FILES)
 # "full", "small" -> the study; the first is the default.
