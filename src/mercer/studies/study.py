@@ -59,12 +59,18 @@ class Variant:
         self.name = name
         self.parts = parts
         self.budget = dict(budget or {})
+        self.alter = alter
 
     def __repr__(self) -> str:
         parts = [f"{name}={part!r}" for name, part in self.parts.items()]
         if self.budget:
             parts.append(f"budget={self.budget!r}")
         return f"Variant({', '.join([repr(self.name), *parts])})"
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """A hash of settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,15 @@ class Job:
     chosen: Mapping[str, Any]
     # All settings that decide its result, filled in.
     settings: Mapping[str, Any]
+    # The settings of the run that it starts from.
+    backbone: Mapping[str, Any] = field(default_factory=dict)
+    # Changes the model after it is built.
+    alter: Callable[[Any], None] | None = None
 
     @property
     def key(self) -> str:
         """A hash of everything that decides the result."""
-        text = json.dumps(self.settings, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest(self.settings)
 
     @property
     def name(self) -> str:
@@ -111,6 +120,9 @@ class Study:
     corpus: str = ""
     # The folder, or the source by name, that --data gave.
     source: str = ""
+    # Settings of a run of the same task that is trained once, before all jobs; they start from its
+    # weights.
+    backbone: Mapping[str, Any] = field(default_factory=dict)
     # Settings in which variants differ by design, besides their parts, such as ("steps",).
     differ: Sequence[str] = ()
     # The metric of the table; the task's own unless given.
@@ -241,7 +253,15 @@ class Study:
         settings = {name: value for name, value in resolved.items() if name not in FREE}
         if self.measure is not None:
             settings["measure"] = self.measure.__name__
-        return Job(variant.name, seed, {**chosen, **located}, settings)
+        if variant.alter is not None:
+            settings["alter"] = variant.alter.__name__
+        backbone = {"task": self.task, **self.backbone} if self.backbone else {}
+        if backbone:
+            there = self._locate(backbone)
+            settings["init"] = f"backbone {digest(backbone)}"
+            backbone |= there
+        given = {**chosen, **located}
+        return Job(variant.name, seed, given, settings, backbone, variant.alter)
 
     def _locate(self, chosen: dict[str, Any]) -> dict[str, str]:
         """Set the name of the data, which is in the key, and return where it is."""
