@@ -24,7 +24,7 @@ from .ledger import TUNING, Ledger, Record, Shard, claim
 from .measure import Trained
 from .paper import beside
 from .screen import Screen
-from .study import Job, Study, digest
+from .study import Job, Study
 from .table import Row, as_markdown, rows
 from .tune import say_chosen
 
@@ -252,7 +252,7 @@ def train(job: Job, folder: Path, screen: Screen) -> Result:
     if job.backbone:
         # In the folder of the study, also for its trials.
         home = folder.parents[3] if folder.parents[2].name == TUNING else folder.parents[1]
-        place = home / "backbone" / digest(job.settings["init"])
+        place = home / "backbone" / job.settings["init"].rpartition(" ")[2]
         stopped = prepare(job.backbone, place, screen, say)
         if stopped is not None:
             return stopped

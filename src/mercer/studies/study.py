@@ -34,10 +34,18 @@ ELSEWHERE = ("task", "seed", "output", "resume")
 class Variant:
     """A system under its own name, with the settings in which it differs.
 
-    `budget` holds settings of training; the study must allow them in `differ`.
+    `budget` holds settings of training; the study must allow them in `differ`. `alter` changes a
+    model after it is built, for a control that no setting gives.
     """
 
-    def __init__(self, name: str, *, budget: Mapping[str, Any] | None = None, **parts: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        budget: Mapping[str, Any] | None = None,
+        alter: Callable[[Any], None] | None = None,
+        **parts: Any,
+    ) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
             raise ValueError(
                 "the name of a variant must be letters, digits and . _ + - without spaces, "
