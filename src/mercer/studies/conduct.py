@@ -125,7 +125,7 @@ def _run_one(
             return False
         record = as_record(job, study, result, time.monotonic() - begun)
         if study.measure is not None and record.converged:
-            found = study.measure(Trained(place, job.settings, study.source))
+            found = study.measure(Trained(place, job.settings, job.chosen, study.source))
             record = replace(record, metrics={**record.metrics, **found})
     except OSError:
         # The disk or the network failed, not this system: the next job would fail, too.

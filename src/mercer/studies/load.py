@@ -21,6 +21,10 @@ FILES = {
     "gka-language": "gka.py",
     "gka-vision": "gka.py",
     "kernels-per-second": "speed.py",
+    "twikers-causality": "twikers.py",
+    "twikers-speech": "twikers.py",
+    "twikers-bias": "twikers.py",
+    "twikers-bias-translation": "twikers.py",
 }  # fmt: skip
 NAMES = tuple(FILES)
 # "full", "small" -> the study; the first is the default.
