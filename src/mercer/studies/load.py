@@ -23,6 +23,7 @@ FILES = {
     "kernels-per-second": "speed.py",
     "twikers-causality": "twikers.py",
     "twikers-speech": "twikers.py",
+    "twikers-style": "twikers_style.py",
     "twikers-bias": "twikers.py",
     "twikers-bias-translation": "twikers.py",
 }  # fmt: skip

@@ -277,7 +277,9 @@ class Study:
             name = chosen.get("data", "")
             # A variant's own corpus.
             inside = Path(self.source) / name
-            return {"data": str(inside)} if self.source and name and inside.exists() else {}
+            # A member of an archive stands after "::".
+            there = Path(str(inside).partition("::")[0]).exists()
+            return {"data": str(inside)} if self.source and name and there else {}
         inside = Path(self.source) / self.corpus
         if self.source and (Path(self.source) / Path(self.corpus).parts[0]).is_dir():
             chosen["data"] = self.corpus
