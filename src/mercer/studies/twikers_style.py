@@ -195,13 +195,17 @@ def make(size: str) -> Study:
         )
         for name in chosen
     ]  # fmt: skip
-    start = backbone(size) | ({"data": "style/novels.zip", "steps": 300} if small else {})
+    # One tokenizer for all novels.
+    words = {"tokenizer": "gpt2"}
+    start = backbone(size) | words
+    if small:
+        start |= {"data": "style/novels.zip", "steps": 300}
     return Study(
         title="Novels by their token kernels",
         question="Can author, period and genre be told from token kernels alone?",
         cost="10 minutes on two cores, with --data" if small else "about 20 minutes on one H200",
         systems=systems,
-        budget={**lm_budget(size, 300), "learning_rate": FROZEN, "token_rate": 5e-3,
+        budget={**lm_budget(size, 300), **words, "learning_rate": FROZEN, "token_rate": 5e-3,
                 "weight_decay": 0.0},
         backbone=start,
         differ=("data",),
