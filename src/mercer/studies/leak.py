@@ -37,8 +37,8 @@ class LeakyAttention(KernelAttention):
         filter: Filter,
         cache: Any,
     ) -> Tensor:
-        if tokens.on != "v" or tokens.temperature is None or cache is not None:
-            raise ValueError("the leak is rebuilt for values with a softmax, and without a cache")
+        if tokens.on != "v" or tokens.temperature is None or q.length < k.length:
+            raise ValueError("the leak is rebuilt for values with a softmax, and for whole texts")
         taps = tokens.taps(token_ids, self.layer).values
         assert taps is not None
         return leak(
