@@ -136,6 +136,7 @@ WRONG = {
     "another case": ("::austen_emma_1815.TXT", "did you mean 'Austen_Emma_1815.txt'"),
     "a far name": ("::zzz", "no member 'zzz'; it has A.*, .*"),
     "a pattern": ("::*Dickens*", r"no member that fits '\*Dickens\*'; it has "),
+    "a misspelt pattern": ("::*Austn*", "no member that fits .*; did you mean 'Austen_"),
     "no text": ("::*.png", r"'\*.png' fits Austen_portrait.png, but none ends in .txt"),
     "nothing": ("::", "must name a member, or a pattern, after ::"),
     "escapes": ("::\x1b[31m", r"no member that fits '\\x1b\[31m'"),

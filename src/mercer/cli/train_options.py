@@ -46,7 +46,7 @@ Data = Annotated[
     _option(
         MODEL,
         "`embedded` (no download), a file or folder, members of an archive "
-        "(`'novels.zip::*Austen*'`), or a name on the hub.",
+        "(`'novels.zip::*Dickens*'`), or a name on the hub.",
     ),
 ]
 Tokenizer = Annotated[

@@ -1,9 +1,10 @@
-"""Choose members of an archive by name or pattern: `novels.zip::Austen_Emma_1815.txt`."""
+"""Choose members of an archive by name or pattern: `novels.zip::Dickens_Bleak_1853.txt`."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -91,9 +92,9 @@ def _fit(archive: Path, names: Sequence[str], pattern: str, suffixes: tuple[str,
 
 def _suggest(wanted: str, names: Sequence[str]) -> str:
     """The nearest names as a question, or some of all."""
-    whole = {name.lower(): name for name in reversed(names)}
-    whole |= {_last(name).lower(): name for name in reversed(names)}
-    near = difflib.get_close_matches(wanted.lower(), whole, n=3)
+    whole = {word.lower(): n for n in reversed(names) for word in re.findall(r"[^\W_]{3,}", n)}
+    whole |= {form.lower(): name for name in reversed(names) for form in (_last(name), name)}
+    near = difflib.get_close_matches(wanted.strip("*?").lower(), whole, n=3)
     if near:
         return f"did you mean {' or '.join(dict.fromkeys(shorten(whole[n]) for n in near))}?"
     return f"it has {_some(names)}" if names else "it is empty"

@@ -150,7 +150,7 @@ def text(
 
     Args:
         source: "embedded" (Python's documentation), a file, a folder, members of an archive
-            (`novels.zip::Austen_Emma_1815.txt`, `novels.zip::*Austen*`), or a name on the hub.
+            (`novels.zip::Dickens_Bleak_1853.txt`, `novels.zip::*Dickens*`), or a name on the hub.
         tokenizer: "bpe:N", "bytes", "gpt2", a path, a name on the hub, or a tokenizer.
         column: the column of a table or of a dataset on the hub; "text" by default.
         cache_dir: where tokens are kept; the platform's folder for caches by default.
