@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from mercer import data
 from mercer.data import corpus, layout
-from mercer.data.files import read_lines, read_members
+from mercer.data.files import read_blocks, read_lines, read_members
 
 TEXT = "".join(f"line {n} of a small text, ünïcode\n" for n in range(400))
 
@@ -232,3 +232,54 @@ def test_members_come_in_the_order_of_their_names(tmp_path):
         for name in ("b.txt", "a.txt"):
             archive.writestr(name, name)
     assert [member.name for member in read_members(path)] == ["a.txt", "b.txt"]
+
+
+RETURNS = {"lf": "\n", "crlf": "\r\n", "cr": "\r"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 20])
+@pytest.mark.parametrize("end", RETURNS.values(), ids=RETURNS)
+def test_line_ends_are_those_of_python_wherever_blocks_end(end, size, tmp_path, monkeypatch):
+    monkeypatch.setattr("mercer.data.files.BLOCK", size)
+    text = "ein\n\nzweiü\n \ndrei\n".replace("\n", end)
+    path = pack(tmp_path / "a.txt.gz", text.encode())
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        expected = file.read()
+    assert "".join(block for _, block in read_blocks(path)) == expected
+    assert list(read_lines(path)) == list(enumerate(expected.split("\n")[:-1], 1))
+    # a return that ends the file is a line end, too
+    assert list(read_lines(pack(tmp_path / "b.txt", b"a\r\rb\r"))) == [(1, "a"), (2, ""), (3, "b")]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1 << 20])
+@pytest.mark.parametrize("end", RETURNS.values(), ids=RETURNS)
+def test_lines_of_errors_are_counted_by_any_line_end(end, size, tmp_path, monkeypatch):
+    monkeypatch.setattr("mercer.data.files.BLOCK", size)
+    head = "eins\nzwei\n\n".replace("\n", end).encode()
+    for bad, said in ((b"\xff", "line 4: byte 0xff"), (b"xy\0", "line 4: a zero byte")):
+        with pytest.raises(data.DataError, match=said):
+            list(read_lines(pack(tmp_path / "a.txt", head + bad)))
+
+
+def test_no_token_is_a_carriage_return(tmp_path):
+    plain = pack(tmp_path / "plain.txt", TEXT.encode())
+    returns = pack(tmp_path / "returns.zip", TEXT.replace("\n", "\r\n").encode())
+    row = {"text": TEXT.replace("\n", "\r\n")}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 30)
+    files = [
+        data.text(path, tokenizer="bytes", cache_dir=tmp_path / "cache").train
+        for path in (plain, returns, tmp_path / "rows.jsonl")
+    ]
+    assert np.array_equal(files[0].ids, files[1].ids)
+    assert files[0].num_bytes == files[1].num_bytes == len(files[0].ids) - 1
+    assert not [file for file in files if (file.ids == ord("\r")).any()]
+    assert (files[2].ids == ord("\n")).sum() == 29 * TEXT.count("\n")
+
+
+def test_a_cache_with_carriage_returns_is_not_read_again(tmp_path, monkeypatch):
+    path = pack(tmp_path / "a.txt", b"a\r\nb\r\n" * 9)
+    with monkeypatch.context() as older:
+        older.setattr("mercer.data.corpus.READING", 1)
+        before = data.text(path, tokenizer="bytes", cache_dir=tmp_path / "cache").train
+    after = data.text(path, tokenizer="bytes", cache_dir=tmp_path / "cache").train
+    assert after.stored.path != before.stored.path

@@ -293,7 +293,7 @@ def test_gpt2_equals_that_of_transformers(tmp_path):
     found = data.text(tmp_path / "a.txt", tokenizer="gpt2", cache_dir=tmp_path / "cache")
     ids = [*found.train.ids[1:].tolist(), *found.valid.ids[1:].tolist()]
     assert found.tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
-    assert found.tokenizer.decode(ids) == text
+    assert found.tokenizer.decode(ids) == text.replace("\r\n", "\n")
     assert len(found.tokenizer) == 50_257
     assert found.tokenizer.eos_token_id == 50_256
 

@@ -96,6 +96,15 @@ TEXTS = {
     "a mark alone": ("a.txt", b"\xef\xbb\xbf", "a.txt is empty"),
     "carriage returns": ("a.txt", G.replace(b"\n", b"\r\n"), None),
     "old Mac": ("a.txt", G.replace(b"\n", b"\r"), None),
+    "latin-1 after returns": (
+        "a.txt", G.replace(b"\n", b"\r\n") + b"\xfc\r\n", "a.txt, line 31: byte 0xfc is not UTF-8",
+    ),
+    "latin-1 on an old Mac": (
+        "a.txt", G.replace(b"\n", b"\r") + b"\xfc\r", "a.txt, line 31: byte 0xfc is not UTF-8",
+    ),
+    "zero bytes after returns": (
+        "a.txt", G.replace(b"\n", b"\r") + b"x\r\n\0", "a.txt, line 32: a zero byte",
+    ),
     "one huge line": ("a.txt", b"word " * 300_000, None),
     "one huge word": ("a.txt", b"x" * 1_500_000, None),
     "control characters": ("a.txt", b"\x1b[31mred\x07\n" * 9, None),
@@ -126,6 +135,9 @@ TEXTS = {
     ),
     "a member in latin-1": (
         "a.zip", zipped(("a.txt", G), ("b.txt", b"\xfc")), "member b.txt, line 1: byte 0xfc",
+    ),
+    "a member with escapes in its name": (
+        "a.zip", zipped(("\x1b[31m.txt", b"\xfc")), r"member '\\x1b\[31m.txt', line 1: byte 0xfc",
     ),
     "an empty member": ("a.zip", zipped(("a.txt", G), ("b.txt", b"")), None),
     "a link to a member": (

@@ -3,6 +3,7 @@
 import copy
 import io
 import sys
+import warnings
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_at_the_start_it_is_plain_attention(boundary, size, on, filter):
     for options, tolerance in (
         ({"temperature": None}, 1e-12),
         ({}, 1e-4 * (size // 2)),
-        ({"start": 25.0}, 1e-8),
+        ({"start": 14.0}, 2e-6 * (size // 2)),
     ):
         tokens = mn.TokenKernels(VOCAB, size, on=on, boundary=boundary, **options)
         layer = mn.KernelAttention(WIDTH, HEADS, tokens=tokens, filter=filter).double()
@@ -68,7 +69,64 @@ def test_the_published_start_leaves_what_the_paper_says_on_a_neighbour():
     kernels = mn.TokenKernels(VOCAB).double().kernels()
     assert kernels.shape == (VOCAB, 1, 1, 1, 3)
     assert abs(kernels[0, 0, 0, 0, 0].item() - 4.5e-5) < 5e-7
-    assert mn.TokenKernels(VOCAB, start=25.0).double().kernels()[0, 0, 0, 0, 0].item() < 2e-11
+
+
+@pytest.mark.parametrize("temperature", [0.4, 2.0])
+@pytest.mark.parametrize("size", [3, 7])
+def test_the_slope_at_the_start_is_the_derivative_of_a_central_tap(size, temperature):
+    for start in (0.0, 3.0, 10.0, -3.0):
+        tokens = mn.TokenKernels(1, size, temperature=temperature, start=start).double()
+        centre = tokens.kernels()[0, 0, 0, 0, size // 2]
+        (grad,) = torch.autograd.grad(centre, tokens.weight)
+        slope = tokens.start_slope()
+        assert slope == pytest.approx(grad[0, 0, 0, 0, size // 2].item(), rel=1e-6)
+    assert mn.TokenKernels(1, size, temperature=None).start_slope() == 1.0
+
+
+@pytest.mark.parametrize("start", [25.0, 16.0, 1e30, -25.0])
+def test_a_start_that_cannot_learn_is_said_once(start):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            mn.TokenKernels(VOCAB, start=start)
+    (warning,) = seen
+    slope = {25.0: "6.9e-11", 16.0: "5.6e-07", 1e30: "0.0e+00", -25.0: "1.7e-11"}[start]
+    text = str(warning.message)
+    assert f"start={start:g} leaves token kernels that cannot learn" in text
+    assert f"changes by {slope} with its logit, and below 1e-06" in text
+    assert "temperature=None (free taps)" in text
+
+
+def test_starts_that_learn_are_not_warned_of():
+    # Warnings are errors in the tests.
+    for options in ({}, {"start": 15.0}, {"temperature": None, "start": 25.0}, {"size": 1}):
+        mn.TokenKernels(VOCAB, **options)
+
+
+@pytest.mark.filterwarnings("ignore:start=25")
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [
+        ({"temperature": None}, 0.05, 2.0),
+        ({"start": 10.0}, 1e-4, 2.0),
+        # 2e-11 at the start, and still
+        ({"start": 25.0}, 0.0, 1e-10),
+    ],
+)
+def test_free_taps_learn_and_a_high_start_does_not(options, least, most):
+    torch.manual_seed(0)
+    tokens = mn.TokenKernels(VOCAB, **options)
+    layer = mn.KernelAttention(WIDTH, HEADS, tokens=tokens, filter=mc.Causal())
+    before = tokens.deviation()
+    x, ids = torch.randn(4, 12, WIDTH), torch.randint(0, VOCAB, (4, 12))
+    target = torch.randn(4, 12, WIDTH)
+    optimiser = torch.optim.Adam([tokens.weight], lr=5e-3)
+    for _ in range(60):
+        optimiser.zero_grad()
+        (layer(x, token_ids=ids) - target).square().mean().backward()
+        optimiser.step()
+    moved = (tokens.deviation() - before).abs().max()
+    assert least < moved + 1e-300 < most
 
 
 def test_the_weight_has_the_shape_it_says():
@@ -289,26 +347,63 @@ def test_deviation_is_the_distance_from_the_dirac():
     close(tokens.deviation(), torch.tensor([0.0, 0.0, 0.5, 0.0], dtype=torch.float64), 1e-6)
     several = mn.TokenKernels(4, layers=2, on="kv", heads=3)
     assert several.deviation().shape == (4,)
+    assert several.deviations().shape == (4, 2, 2, 3)
+    close(several.deviations().mean((1, 2, 3)), several.deviation())
     assert (several.deviation() < 1.2e-4).all()
     free = mn.TokenKernels(4, temperature=None).double()
     assert not free.deviation().any()
     assert torch.equal(free.weight, mn.TokenKernels(4, temperature=None).double().weight)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_published_weights_are_read_in_their_order(tmp_path, heads):
-    table = torch.randn(6, 2 * heads * 5)
+def test_published_weights_are_read_in_their_order(tmp_path, heads, layers):
+    table = torch.randn(6, layers * 2 * heads * 5)
     torch.save(table, tmp_path / "published.pt")
-    both = mn.TokenKernels.load_published(tmp_path / "published.pt", on="kv", heads=heads)
-    assert (both.vocab_size, both.size) == (6, 5)
-    assert torch.equal(both.weight[:, 0].flatten(1), table)
-    values = mn.TokenKernels.load_published(tmp_path / "published.pt", heads=heads)
-    assert torch.equal(values.weight[:, 0, 0], both.weight[:, 0, 1])
+    given = {"layers": layers, "heads": heads}
+    both = mn.TokenKernels.load_published(tmp_path / "published.pt", on="kv", **given)
+    assert both.weight.shape == (6, layers, 2, heads, 5)
+    assert both.layers == layers
+    assert torch.equal(both.weight.flatten(1), table)
+    values = mn.TokenKernels.load_published(tmp_path / "published.pt", **given)
+    assert torch.equal(values.weight[:, :, 0], both.weight[:, :, 1])
+
+
+def test_a_published_table_of_one_layer_is_shared_or_of_the_first_layer(tmp_path):
+    torch.save(torch.randn(6, 6), tmp_path / "published.pt")
+    shared = mn.TokenKernels.load_published(tmp_path / "published.pt")
+    assert (shared.size, shared.layers, shared.heads) == (3, None, None)
+    first = mn.TokenKernels.load_published(tmp_path / "published.pt", layers=1)
+    assert torch.equal(first.weight, shared.weight)
+    assert (first.acts_on(0), first.acts_on(1), shared.acts_on(1)) == (True, False, True)
+
+
+def test_a_table_that_can_be_read_in_several_ways_is_refused(tmp_path):
+    path = tmp_path / "published.pt"
+    torch.save(torch.randn(6, 18), path)
+    several = r"layers=1, heads=3 of size 3; layers=3, heads=1 of size 3; layers=1, heads=1 of size"
+    with pytest.raises(ValueError, match=rf"\[6, 18\], which may be {several} 9: give layers and"):
+        mn.TokenKernels.load_published(path)
+    with pytest.raises(ValueError, match="layers=1, heads=3 of size 3; layers=1, heads=1 of size"):
+        mn.TokenKernels.load_published(path, layers=1)
+    shapes = [
+        mn.TokenKernels.load_published(path, **given).weight.shape[1:]
+        for given in ({"layers": 3}, {"heads": 3}, {"layers": 1, "heads": 1})
+    ]
+    assert shapes == [(3, 1, 1, 3), (1, 1, 3, 3), (1, 1, 1, 9)]
+    torch.save(torch.randn(2, 2 * 12 * 12 * 3), path)
+    with pytest.raises(ValueError, match=r"of size 3 or \d+ more ways: give layers and heads"):
+        mn.TokenKernels.load_published(path)
+    with pytest.raises(ValueError, match=r"\[vocab, 5 \* 2 \* heads \* size\].* holds"):
+        mn.TokenKernels.load_published(path, layers=5)
+    for given in ({"layers": 0}, {"heads": 0}):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            mn.TokenKernels.load_published(path, **given)
 
 
 def test_other_files_are_refused_and_nothing_in_them_runs(tmp_path):
     torch.save(torch.zeros(4, 3), tmp_path / "odd.pt")
-    with pytest.raises(ValueError, match=r"one tensor \[vocab, 2 \* 1 \* size\].*\[4, 3\]"):
+    with pytest.raises(ValueError, match=r"one tensor \[vocab, layers \* 2 \* heads .*\[4, 3\]"):
         mn.TokenKernels.load_published(tmp_path / "odd.pt")
     torch.save({"w": torch.zeros(4, 6)}, tmp_path / "dict.pt")
     with pytest.raises(ValueError, match="holds dict"):

@@ -42,7 +42,12 @@ Sets = Annotated[
     ),
 ]
 Data = Annotated[
-    str | None, _option(MODEL, "`embedded` (no download), a file or folder, or a name on the hub.")
+    str | None,
+    _option(
+        MODEL,
+        "`embedded` (no download), a file or folder, members of an archive "
+        "(`'novels.zip::*Dickens*'`), or a name on the hub.",
+    ),
 ]
 Tokenizer = Annotated[
     str | None, _option(MODEL, "`bpe:1024` (trained), `bytes`, `gpt2`, or a path to its files.")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from .errors import DataError
-from .files import hash_files, is_archive, read_blocks, read_members
+from .files import READING, Source, hash_files, is_archive, read_blocks, read_members
 from .layout import Found, read_split
 from .tables import is_table, read_rows
 
@@ -116,7 +116,7 @@ def _find_cut(documents: Documents, where: str) -> int:
     return before
 
 
-def _open_whole(paths: Sequence[Path], column: str | None) -> dict[str, Documents]:
+def _open_whole(paths: Sequence[Source], column: str | None) -> dict[str, Documents]:
     """Files whose names have no split; names of members in an archive may have one."""
     if len(paths) == 1 and is_archive(paths[0]):
         names = [member.name for member in read_members(paths[0])]
@@ -126,7 +126,7 @@ def _open_whole(paths: Sequence[Path], column: str | None) -> dict[str, Document
     return {"train": _open(paths, column)}
 
 
-def _open(paths: Sequence[Path], column: str | None, split: str | None = None) -> Documents:
+def _open(paths: Sequence[Source], column: str | None, split: str | None = None) -> Documents:
     """Files, the text files of archives, or the rows of tables, as documents in their order."""
 
     def read() -> Iterator[Block]:
@@ -142,10 +142,10 @@ def _open(paths: Sequence[Path], column: str | None, split: str | None = None) -
             if blank:
                 raise DataError(f"{path} holds only white space")
 
-    return Documents(read=read, fingerprint=f"{hash_files(paths)} {column} {split}")
+    return Documents(read=read, fingerprint=f"{hash_files(paths)} {column} {split} {READING}")
 
 
-def _read(path: Path, column: str | None, split: str | None) -> Iterator[Block]:
+def _read(path: Source, column: str | None, split: str | None) -> Iterator[Block]:
     if is_table(path):
         for (text,) in read_rows(path, [column or "text"], 1):
             yield Block(text, True, 0.0)

@@ -40,6 +40,11 @@ def shorten(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:70]}…"
 
 
+def spell(name: str) -> str:
+    """A name as a message shows it; with escapes if it has control characters, cut if long."""
+    return name if name.isprintable() and len(name) <= 200 else shorten(name)
+
+
 def need(name: str, extra: str = "train") -> Any:
     """Import the module, or raise an error that says what to install."""
     try:

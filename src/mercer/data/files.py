@@ -1,7 +1,8 @@
 """Read files in place, plain or packed: .xz, .gz, .bz2, .zip, .tar and .tar.*.
 
 Nothing is unpacked to disk or loaded as a whole: a file is a stream of members, a member a stream
-of bytes, and text is decoded block by block. Errors name the file and, for text, the line.
+of bytes, and text is decoded block by block. Line ends become "\n", as in Python's text files.
+Errors name the file and, for text, the line.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ import bz2
 import codecs
 import gzip
 import hashlib
+import io
+import json
 import lzma
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from .errors import DataError
+from .errors import DataError, spell
 
 BLOCK = 1 << 20
 # characters of a line of a table, which is held in memory as a whole
 LONGEST = 1 << 26
+# part of a text's fingerprint: how bytes become characters. 2: every line end is "\n"
+READING = 2
 PACKED = (".xz", ".gz", ".bz2")
 ARCHIVES = (".zip", ".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".txz", ".tbz2")
 
@@ -39,8 +45,30 @@ class Member(NamedTuple):
     done: Callable[[], float]
 
 
-def is_archive(path: Path) -> bool:
-    return path.name.lower().endswith(ARCHIVES)
+@dataclass(frozen=True)
+class Chosen:
+    """Some members of an archive, read one after the other."""
+
+    archive: Path
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the first member; its ending says how the members are read."""
+        return self.names[0]
+
+    def __str__(self) -> str:
+        if len(self.names) == 1:
+            return f"{self.archive}, member {spell(self.name)}"
+        return f"{self.archive}, {len(self.names)} members"
+
+
+Source = Path | Chosen
+
+
+def is_archive(path: Source) -> bool:
+    """Whether all members are to be read."""
+    return isinstance(path, Path) and path.name.lower().endswith(ARCHIVES)
 
 
 def strip_packing(name: str) -> str:
@@ -51,31 +79,48 @@ def strip_packing(name: str) -> str:
     return name
 
 
-def hash_files(paths: Iterable[Path]) -> str:
-    """A hash of the content of the files, in order; their paths do not matter."""
+def hash_files(paths: Iterable[Source]) -> str:
+    """A hash of the content of the files, in order, and of the names of chosen members."""
     total = hashlib.sha256()
-    for path in paths:
+    for source in paths:
+        path = source if isinstance(source, Path) else source.archive
         with explain(path), path.open("rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
+        if isinstance(source, Chosen):
+            total.update(json.dumps(source.names).encode())
     return total.hexdigest()
 
 
-def read_members(path: Path) -> Iterator[Member]:
-    """The files inside `path`, or the file itself; members of a .zip in order of their names."""
+def list_members(path: Path) -> list[str]:
+    """The names of the files in an archive, sorted; a link counts as a file."""
+    with explain(path), path.open("rb") as raw:
+        if path.name.lower().endswith(".zip"):
+            with zipfile.ZipFile(raw) as archive:
+                return sorted(e.filename for e in archive.infolist() if not e.is_dir())
+        with tarfile.open(fileobj=raw, mode="r|*") as archive:
+            return sorted(e.name for e in archive if e.isfile() or e.islnk() or e.issym())
+
+
+def read_members(source: Source) -> Iterator[Member]:
+    """The files in an archive, or the file itself; members of a .zip in order of their names."""
+    path = source if isinstance(source, Path) else source.archive
+    names = frozenset(source.names) if isinstance(source, Chosen) else None
     with explain(path):
         size = path.stat().st_size
         if size == 0:
             raise DataError(f"{path} is empty")
         with path.open("rb") as raw:
             if path.name.lower().endswith(".zip"):
-                yield from _read_zip(path, raw)
+                yield from _read_zip(path, raw, names)
             elif is_archive(path):
                 # a stream mode never seeks, so a packed archive is unpacked once
                 with tarfile.open(fileobj=raw, mode="r|*") as archive:
                     while (entry := archive.next()) is not None:
                         # tarfile keeps every entry it has read, and an archive may have millions
                         archive.members.clear()  # type: ignore[attr-defined]
-                        where = f"{path}, member {entry.name}"
+                        if names is not None and entry.name not in names:
+                            continue
+                        where = f"{path}, member {spell(entry.name)}"
                         if entry.islnk() or entry.issym():
                             raise DataError(f"{where}: a link; pack the file itself")
                         stream = archive.extractfile(entry) if entry.isfile() else None
@@ -85,7 +130,7 @@ def read_members(path: Path) -> Iterator[Member]:
                 yield Member(path.name, str(path), _unpack(path, raw), lambda: raw.tell() / size)
 
 
-def read_blocks(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[tuple[Member, str]]:
+def read_blocks(path: Source, suffixes: tuple[str, ...] = ()) -> Iterator[tuple[Member, str]]:
     """Blocks of UTF-8 text; of an archive, only members with one of these `suffixes`."""
     for member in read_members(path):
         if is_archive(path) and suffixes:
@@ -100,8 +145,11 @@ def read_blocks(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[tuple[Me
 
 
 def decode(stream: IO[bytes], where: str) -> Iterator[str]:
-    """The text of a stream, block by block; a byte order mark at its start is dropped."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    """The text of a stream, block by block, with "\\n" for every line end.
+
+    A byte order mark at the start is dropped.
+    """
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
     line, begun = 1, False
     while True:
         try:
@@ -112,7 +160,9 @@ def decode(stream: IO[bytes], where: str) -> Iterator[str]:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             bad = bytes(error.object)
-            at = line + bad.count(b"\n", 0, error.start)
+            # the decoder holds back a "\r" at the end of a block, in case a "\n" follows
+            held = b"\r" if decoder.getstate()[1] & 1 else b""
+            at = line + unify_ends((held + bad[: error.start]).decode()).count("\n")
             raise DataError(
                 f"{where}, line {at}: byte 0x{bad[error.start]:02x} is not UTF-8 "
                 f"({error.reason}); save the file as UTF-8"
@@ -129,7 +179,12 @@ def decode(stream: IO[bytes], where: str) -> Iterator[str]:
             return
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+def unify_ends(text: str) -> str:
+    """The text with "\\n" for each line end, "\\r\\n" or "\\r"."""
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def read_lines(path: Source) -> Iterator[tuple[int, str]]:
     """Numbered lines of a text file, without their ends."""
     number, left = 0, ""
     for _, text in read_blocks(path):
@@ -141,9 +196,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             )
         for line in lines:
             number += 1
-            yield number, line.removesuffix("\r")
+            yield number, line
     if left:
-        yield number + 1, left.removesuffix("\r")
+        yield number + 1, left
 
 
 # what the standard library raises for truncated or damaged files
@@ -172,14 +227,15 @@ def explain(where: Path | str) -> Iterator[None]:
         raise DataError(f"{where} cannot be read ({_say(error)})") from error
 
 
-def _read_zip(path: Path, raw: IO[bytes]) -> Iterator[Member]:
+def _read_zip(path: Path, raw: IO[bytes], names: frozenset[str] | None) -> Iterator[Member]:
     with zipfile.ZipFile(raw) as archive:
-        entries = sorted(archive.infolist(), key=lambda entry: entry.filename)
+        wanted = (e for e in archive.infolist() if names is None or e.filename in names)
+        entries = sorted(wanted, key=lambda entry: entry.filename)
         total = sum(entry.file_size for entry in entries) or 1
         read = 0
         for entry in entries:
             if not entry.is_dir():
-                where = f"{path}, member {entry.filename}"
+                where = f"{path}, member {spell(entry.filename)}"
                 if entry.flag_bits & 1:
                     raise DataError(f"{where} is encrypted")
                 with archive.open(entry) as stream:

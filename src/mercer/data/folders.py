@@ -17,7 +17,7 @@ import numpy as np
 
 from . import cache
 from .errors import DataError, need
-from .files import explain, hash_files, is_archive, read_members
+from .files import Chosen, Source, explain, hash_files, is_archive, read_members
 from .hub import Table
 from .layout import WORDS
 from .pictures import ENDINGS, Fit
@@ -129,8 +129,10 @@ def check_shape(pixels: Array, shape: tuple[int, ...], where: str) -> Array:
     return pixels
 
 
-def read(path: Path, fit: Fit, folder: Path, on_progress: Progress | None) -> Labelled:
+def read(path: Source, fit: Fit, folder: Path, on_progress: Progress | None) -> Labelled:
     """Class folders at `path`, in a folder or an archive."""
+    if isinstance(path, Chosen):
+        return _read_archive(path, fit, folder, on_progress)
     if path.is_dir() and (path / "vision").is_dir():
         path = path / "vision"
     if path.is_dir():
@@ -159,7 +161,7 @@ def find_class(name: str) -> tuple[str, str] | None:
     return found[0] if found else "all", parents[-1]
 
 
-def _read_archive(path: Path, fit: Fit, folder: Path, on_progress: Progress | None) -> Labelled:
+def _read_archive(path: Source, fit: Fit, folder: Path, on_progress: Progress | None) -> Labelled:
     key = cache.digest("images", hash_files([path]), fit)
 
     def write(writer: cache.Writer) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from .corpus import Block, Corpus, Documents
 from .errors import DataError, need
-from .files import hash_files
+from .files import READING, Chosen, hash_files, unify_ends
+from .layout import TABLE as TABLE
 from .layout import WORDS, Found
 
-TABLE = ".parquet"
 ENDINGS = (".txt", ".tsv", ".csv", ".jsonl", ".xz", ".gz", ".zip", ".tar", TABLE)
 BATCH = 1000
 HELD_OUT = 0.05
@@ -121,7 +121,7 @@ class Table:
                             f"{self.where}, row {number}: column {column!r} must be text, "
                             f"but is {type(value).__name__}"
                         )
-                yield values
+                yield tuple(unify_ends(value) for value in values)
 
     def read_column(self, column: str) -> list[Any]:
         """All values of a column."""
@@ -175,6 +175,7 @@ def load_files(found: Found, cache_dir: Path) -> dict[str, Table]:
     for split, paths in found.files.items():
         names = ", ".join(map(str, paths))
         for path in paths:
+            assert not isinstance(path, Chosen)
             if path.stat().st_size == 0:
                 raise DataError(f"{path} is empty")
         try:
@@ -195,7 +196,7 @@ def load_files(found: Found, cache_dir: Path) -> dict[str, Table]:
 def is_table(found: Found) -> bool:
     """Whether `datasets` reads the files; a mixture is an error."""
     paths = [path for part in found.files.values() for path in part]
-    tables = [path.suffix.lower() == TABLE for path in paths]
+    tables = [Path(path.name).suffix.lower() == TABLE for path in paths]
     if any(tables) and not all(tables):
         raise DataError(f"{found.where} mixes {TABLE} files with others")
     return all(tables)
@@ -226,7 +227,8 @@ def make_corpus(tables: dict[str, Table], column: str, source: str, lines: bool)
     for split, table in hold_out(tables).items():
         table.check([column])
         splits[split] = Documents(
-            read=_Rows(table, column, lines), fingerprint=f"{table.fingerprint} {column} {lines}"
+            read=_Rows(table, column, lines),
+            fingerprint=f"{table.fingerprint} {column} {lines} {READING}",
         )
     return Corpus(source=source, splits=splits)
 

@@ -20,7 +20,8 @@ from . import cache, folders, hub
 from .embedded import read_digits
 from .errors import LARGEST_SEED, DataError, check_columns, check_unnamed, check_whole, shorten
 from .files import explain
-from .pictures import Fit
+from .members import choose_members, is_chosen
+from .pictures import ENDINGS, Fit
 
 Array = np.ndarray[Any, Any]
 # the largest side that images are resized to
@@ -124,7 +125,7 @@ def images(
 
     Args:
         source: "embedded" (scikit-learn's digits), a folder of class folders, an archive of them,
-            a folder that has such an archive, or a name on the hub.
+            members of one (`pictures.zip::train/*`), a folder that has one, or a name on the hub.
         size: resize the shorter side to it and cut the middle out; by default images must be
             squares of one size already.
         channels: 1 or 3; by default as the first image has.
@@ -209,9 +210,10 @@ def _find_images(
     path = Path(source).expanduser()
     with explain(path):
         exists = path.exists()
-    if exists:
+    if exists or is_chosen(source):
         check_unnamed(columns, str(source))
-        return folders.read(path, fit, folder, on_progress)
+        files = path if exists else choose_members(source, ENDINGS)
+        return folders.read(files, fit, folder, on_progress)
     name = hub.find_name(hub.check_source(source), hub.IMAGES, columns)
     chosen = columns or name.columns or ("image", "label")
     tables = hub.load(name)

@@ -2,18 +2,24 @@
 
 `tatoeba-train.tsv.xz` is the split `train` of the corpus `tatoeba`. A folder may hold the folders
 `lm`, `translation` and `vision`; then the one that fits is meant. Without a valid file, the end
-of the train split is used.
+of the train split is used. `archive.zip::*.txt` is members of an archive (`members.py`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from .errors import DataError
-from .files import PACKED, explain, is_archive, strip_packing
+from .files import PACKED, Chosen, Source, explain, is_archive, strip_packing
+from .members import choose_members, is_chosen
+from .tables import ENDINGS
+
+# `datasets` reads it, from disk
+TABLE = ".parquet"
 
 WORDS = {
     "train": ("train", "training"),
@@ -26,8 +32,8 @@ WORDS = {
 class Found:
     """The files of each split; all are under `all` if the names have no split."""
 
-    where: Path
-    files: dict[str, list[Path]] = field(default_factory=dict)
+    where: Path | str
+    files: dict[str, Sequence[Source]] = field(default_factory=dict)
 
 
 def read_split(name: str) -> tuple[str, str | None]:
@@ -43,7 +49,9 @@ def read_split(name: str) -> tuple[str, str | None]:
 def find_files(
     source: str | os.PathLike[str], kind: str, suffixes: tuple[str, ...]
 ) -> Found | None:
-    """The files at `source`: a file, a folder, or a folder and a corpus in it; None if missing.
+    """The files at `source`; None if there is none.
+
+    It is a file, a folder, a folder and a corpus in it, or an archive, `::` and members of it.
 
     `kind` is the name of the folder for this sort of data, `suffixes` those of its files.
     """
@@ -55,15 +63,41 @@ def find_files(
             return Found(path, {"all": [path]})
         if path.is_dir():
             return Found(path, _sort(path, None, kind, suffixes))
+        if is_chosen(source):
+            return Found(os.fspath(source), _divide(choose_members(source, suffixes), suffixes))
         if path.name and path.parent.is_dir() and path.parent != path:
             files = _sort(path.parent, path.name, kind, suffixes)
             return Found(path, files) if files else None
     return None
 
 
+def _divide(chosen: Chosen, suffixes: tuple[str, ...]) -> dict[str, Sequence[Source]]:
+    """The members of each split: text is read in one pass, tables one by one."""
+    splits: dict[str, list[str]] = {}
+    for name in chosen.names:
+        split = read_split(PurePosixPath(name).name)[1]
+        splits.setdefault(split or "all", []).append(name)
+    if "train" in splits:
+        splits.pop("all", None)
+    else:
+        splits = {"all": list(chosen.names)}
+    kinds = {PurePosixPath(name).suffix.lower() for name in chosen.names}
+    if TABLE in kinds:
+        raise DataError(f"{chosen}: a {TABLE} file inside an archive; unpack it first")
+    tables = kinds & set(ENDINGS)
+    if tables and kinds != tables:
+        raise DataError(f"{chosen}: text and tables ({', '.join(sorted(kinds))}); choose one kind")
+    if not tables:
+        return {split: [Chosen(chosen.archive, tuple(names))] for split, names in splits.items()}
+    return {
+        split: [Chosen(chosen.archive, (name,)) for name in names]
+        for split, names in splits.items()
+    }
+
+
 def _sort(
     folder: Path, corpus: str | None, kind: str, suffixes: tuple[str, ...]
-) -> dict[str, list[Path]]:
+) -> dict[str, Sequence[Source]]:
     if (folder / kind).is_dir():
         folder = folder / kind
     paths = sorted(path for path in folder.iterdir() if path.is_file() and _fits(path, suffixes))
@@ -89,7 +123,7 @@ def _sort(
             )
         return {"all": paths}
     (corpus,) = named
-    found = {"train": named[corpus]}
+    found: dict[str, Sequence[Source]] = {"train": named[corpus]}
     for split in ("valid", "test"):
         choices = splits.get(split, {})
         if corpus in choices:

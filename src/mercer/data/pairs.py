@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from . import cache, encode, hub, tokens
 from .errors import LARGEST_SEED, DataError, check_columns, check_unnamed, check_whole, shorten
+from .files import Source
 from .grammar import draw_pairs
 from .layout import find_files
 from .tables import ENDINGS, read_rows
@@ -149,7 +150,8 @@ def pairs(
 
     Args:
         source: "embedded" (synthetic sentences), a .tsv file, a folder, a folder and a corpus in
-            it (`data/tatoeba`), or a name on the hub.
+            it (`data/tatoeba`), a member of an archive (`a.zip::train.tsv`), or a name on the
+            hub.
         tokenizer: as for `text`; a BPE is trained on both sides of the train split.
         reverse: translate from the second column to the first.
         columns: the two columns of a table or of a dataset on the hub; `a.b` is key b of column a.
@@ -203,7 +205,7 @@ def _find_pairs(
     return _hold_out(splits, str(found.where)), str(found.where)
 
 
-def _read_files(paths: Sequence[Path], columns: Sequence[str]) -> Pairs:
+def _read_files(paths: Sequence[Source], columns: Sequence[str]) -> Pairs:
     return Pairs((first, second) for path in paths for first, second in read_rows(path, columns, 2))
 
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError
-from .files import read_lines, strip_packing
+from .files import Source, read_lines, strip_packing, unify_ends
 
 ENDINGS = (".tsv", ".csv", ".jsonl")
 # JSON may spell half of a pair, which no encoding can write
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def is_table(path: Path) -> bool:
+def is_table(path: Source) -> bool:
     return strip_packing(path.name).lower().endswith(ENDINGS)
 
 
-def read_rows(path: Path, columns: Sequence[str], count: int) -> Iterator[tuple[str, ...]]:
+def read_rows(path: Source, columns: Sequence[str], count: int) -> Iterator[tuple[str, ...]]:
     """The text of the columns, or of the first `count` columns where none are named.
 
     `a.b` is the key b of the column a.
@@ -47,7 +47,7 @@ def read_rows(path: Path, columns: Sequence[str], count: int) -> Iterator[tuple[
                 )
             if not value.strip():
                 raise DataError(f"{path}, line {number}: {name} is empty")
-        yield tuple(str(value) for _, value in row)
+        yield tuple(unify_ends(str(value)) for _, value in row)
         empty = False
     if empty:
         raise DataError(f"{path} is empty")
@@ -56,7 +56,7 @@ def read_rows(path: Path, columns: Sequence[str], count: int) -> Iterator[tuple[
 Row = tuple[int, list[tuple[str, Any]]]
 
 
-def _read_objects(path: Path, columns: Sequence[str], count: int) -> Iterator[Row]:
+def _read_objects(path: Source, columns: Sequence[str], count: int) -> Iterator[Row]:
     for number, line in read_lines(path):
         if not line.strip():
             continue
@@ -84,7 +84,7 @@ def _read_objects(path: Path, columns: Sequence[str], count: int) -> Iterator[Ro
         yield number, row
 
 
-def _read_cells(path: Path, columns: Sequence[str], count: int, mark: str) -> Iterator[Row]:
+def _read_cells(path: Source, columns: Sequence[str], count: int, mark: str) -> Iterator[Row]:
     lines = (line + "\n" for _, line in read_lines(path))
     # quotes are plain characters between tabs
     plain = mark == "\t"

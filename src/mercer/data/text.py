@@ -149,7 +149,8 @@ def text(
     """A corpus as token files.
 
     Args:
-        source: "embedded" (Python's documentation), a file, a folder, or a name on the hub.
+        source: "embedded" (Python's documentation), a file, a folder, members of an archive
+            (`novels.zip::Dickens_Bleak_1853.txt`, `novels.zip::*Dickens*`), or a name on the hub.
         tokenizer: "bpe:N", "bytes", "gpt2", a path, a name on the hub, or a tokenizer.
         column: the column of a table or of a dataset on the hub; "text" by default.
         cache_dir: where tokens are kept; the platform's folder for caches by default.

@@ -21,6 +21,7 @@ from .cache import load as cache_array
 from .encode import SPELLING, cut
 from .errors import DataError, check_whole, need, shorten
 from .files import read_lines
+from .members import MARK
 
 END = "<|endoftext|>"
 # files of a tokenizer that name ids
@@ -109,7 +110,7 @@ def choose(
     path = Path(spec).expanduser()
     if spec == "gpt2" and not path.exists():
         # the layout of a data folder may have GPT-2's files beside the corpora
-        near = Path(source).expanduser()
+        near = Path(os.fspath(source).partition(MARK)[0]).expanduser()
         for parent in (near, *near.parents[:2]):
             if (parent / "tokenizer" / "gpt2" / "merges.txt").is_file():
                 return load(parent / "tokenizer" / "gpt2")

@@ -10,13 +10,18 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..names import suggest
+
 Path = str | os.PathLike[str]
 Shares = Mapping[str, float]
 Tagger = Callable[[str], str | Shares | None]
+Weighing = Literal["most-frequent", "shares"]
+WEIGHINGS = ("most-frequent", "shares")
 
 # How byte-level BPE vocabularies such as GPT-2's write a space before a word.
 SPACE = "\u0120"
@@ -105,6 +110,7 @@ def by_tag(
     words: Mapping[int, str],
     tagger: Tagger | Mapping[str, str],
     *,
+    weighing: Weighing = "most-frequent",
     minimum: int = 5,
     merge: Mapping[str, str] | None = None,
 ) -> list[Row]:
@@ -113,20 +119,20 @@ def by_tag(
     Args:
         values: one number for each token, such as `TokenKernels.deviation()`.
         words: the tokens to count, by their id, as `words_of` or `words_in` gives them.
-        tagger: a word's tag, its tags with their shares, or None: a table, or any callable.
+        tagger: `Tags`, or a word's tag, its tags with their shares, or None: a table, or any
+            callable.
+        weighing: "most-frequent": a word counts for its most frequent tag, as the authors count;
+            "shares": for each of its tags by its share.
         minimum: tags with fewer tokens are left out.
-        merge: tags that count as others, for example {"PART": "ADP"}.
+        merge: tags that count as others, for example {"PART": "ADP"}; they are joined first.
     """
-    lookup: Tagger = tagger.get if isinstance(tagger, Mapping) else tagger
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     numbers = values.detach().double().cpu().tolist()
-    for id, word in words.items():
+    for id, shares in tag_words(words, tagger, weighing=weighing, merge=merge).items():
         if not 0 <= id < len(numbers):
-            raise ValueError(f"{word!r} has the id {id}, but there are {len(numbers)} values")
-        tags = lookup(word)
-        shares = {} if tags is None else {tags: 1.0} if isinstance(tags, str) else tags
+            raise ValueError(f"{words[id]!r} has the id {id}, but there are {len(numbers)} values")
         for tag, share in shares.items():
-            total = sums[(merge or {}).get(tag, tag)]
+            total = sums[tag]
             total[0] += share * numbers[id]
             total[1] += share
             total[2] += 1
@@ -136,6 +142,35 @@ def by_tag(
         if count >= minimum
     ]
     return sorted(rows, key=lambda row: (-row.mean, row.tag))
+
+
+def tag_words(
+    words: Mapping[int, str],
+    tagger: Tagger | Mapping[str, str],
+    *,
+    weighing: Weighing = "most-frequent",
+    merge: Mapping[str, str] | None = None,
+) -> dict[int, dict[str, float]]:
+    """The tags of each token with their weights, which sum to 1; empty for words without a tag."""
+    if weighing not in WEIGHINGS:
+        raise ValueError(f"no weighing {weighing!r}; {suggest(str(weighing), WEIGHINGS)}")
+    lookup: Tagger
+    if isinstance(tagger, Tags):
+        lookup = tagger.shares
+    else:
+        lookup = tagger.get if isinstance(tagger, Mapping) else tagger
+    found = {}
+    for id, word in words.items():
+        tags = lookup(word)
+        given = {} if tags is None else {tags: 1.0} if isinstance(tags, str) else tags
+        shares: dict[str, float] = defaultdict(float)
+        for tag, share in given.items():
+            shares[(merge or {}).get(tag, tag)] += share
+        if shares and weighing == "most-frequent":
+            # of equal shares the first by name, as the authors choose
+            shares = {max(sorted(shares), key=shares.__getitem__): 1.0}
+        found[id] = dict(shares)
+    return found
 
 
 def rank_correlation(a: Mapping[str, float], b: Mapping[str, float]) -> float:

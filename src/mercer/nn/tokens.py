@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 import weakref
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,12 @@ from ..dispatch.tokens import gather
 from ..tokenwise.taps import Boundary, check_boundary, check_size, check_temperature
 
 Target = Literal["k", "v", "kv"]
+
+# Adam adds 1e-8 to the size of a gradient. The loss changes by 1e-2 or so with a kernel, so that a
+# kernel that changes by less than 1e-6 with its logits has gradients that Adam takes for zero.
+LEAST_SLOPE = 1e-6
+# of a published table: more than 100 layers of 100 heads with kernels of size 3
+MOST_COLUMNS = 1 << 16
 
 
 class Taps(NamedTuple):
@@ -26,7 +33,7 @@ class Taps(NamedTuple):
 class TokenKernels(nn.Module):
     """a_token[d], d from -p to p: softmax(weight / temperature), or the weight itself.
 
-    At the start all kernels are a central Dirac, which changes nothing.
+    At the start all kernels are a central Dirac: exactly without a softmax, nearly with one.
 
     Args:
         vocab_size, size: how many tokens, and how many taps each; odd.
@@ -34,10 +41,12 @@ class TokenKernels(nn.Module):
         heads: a kernel for each head. By default all heads share one.
         layers: separate kernels for each of this many first layers, and none for later layers.
             By default all layers share one set.
-        temperature: of the softmax; None: no softmax.
+        temperature: of the softmax; None: free taps, which start exactly at plain attention and
+            learn. They are the choice for a model that is already trained.
         boundary: which taps act near the query, as in `vicinity`.
         start: the logit of the central tap at the start, in temperatures. 10 is the published one,
-            which leaves 4.5e-5 on each neighbour; 25 leaves 1.4e-11, for a pretrained model.
+            which leaves 4.5e-5 on each neighbour. From about 15 on kernels cannot learn, and a
+            warning says so.
     """
 
     def __init__(
@@ -67,6 +76,15 @@ class TokenKernels(nn.Module):
         self.heads, self.layers = heads, layers
         self.temperature, self.boundary, self.start = temperature, boundary, start
         self.weight = nn.Parameter(torch.empty(vocab_size, layers or 1, len(on), heads or 1, size))
+        if abs(slope := self.start_slope()) < LEAST_SLOPE and size > 1:
+            # Python shows one warning of a text and a place once.
+            warnings.warn(
+                f"start={start:g} leaves token kernels that cannot learn: a central tap changes by "
+                f"{slope:.1e} with its logit, and below {LEAST_SLOPE:g} gradients vanish in Adam. "
+                "temperature=None (free taps) starts exactly at plain attention, and learns; the "
+                "published start is 10",
+                stacklevel=1,
+            )
         self._checked: tuple[weakref.ref[Tensor], tuple[object, ...]] | None = None
         self.reset_parameters()
 
@@ -76,6 +94,15 @@ class TokenKernels(nn.Module):
         self.weight.zero_()
         centre = 1.0 if self.temperature is None else self.start * self.temperature
         self.weight[..., self.size // 2] = centre
+
+    def start_slope(self) -> float:
+        """The derivative of a central tap by its logit at the start, a (1 - a) / T; 1 if free."""
+        if self.temperature is None:
+            return 1.0
+        # a = 1 / (1 + x) and 1 - a = x / (1 + x), without the rounding of 1 - a
+        log_x = math.log(max(self.size - 1, 1e-300)) - self.start
+        x = math.exp(-abs(log_x))
+        return x / (1 + x) ** 2 / self.temperature
 
     def acts_on(self, layer: int) -> bool:
         """Whether this layer has token kernels."""
@@ -132,10 +159,15 @@ class TokenKernels(nn.Module):
     @torch.no_grad()
     def deviation(self) -> Tensor:
         """|kernel - Dirac| of each token, [vocab]; the mean where a token has several kernels."""
+        return self.deviations().flatten(1).mean(-1)
+
+    @torch.no_grad()
+    def deviations(self) -> Tensor:
+        """|kernel - Dirac| of each kernel, [vocab, layers, targets, heads]."""
         kernels = self.kernels().double()
         dirac = torch.zeros_like(kernels[0, 0, 0, 0])
         dirac[self.size // 2] = 1.0
-        return torch.linalg.vector_norm(kernels - dirac, dim=-1).flatten(1).mean(-1)
+        return torch.linalg.vector_norm(kernels - dirac, dim=-1)
 
     @classmethod
     def load_published(
@@ -143,22 +175,32 @@ class TokenKernels(nn.Module):
         path: str | os.PathLike[str],
         *,
         on: Target = "v",
-        heads: int = 1,
-        temperature: float = 0.4,
+        layers: int | None = None,
+        heads: int | None = None,
+        temperature: float | None = 0.4,
         boundary: Boundary = "shrink",
     ) -> TokenKernels:
-        """The authors' weights: a tensor [vocab, 2 heads size], key taps and then value taps."""
-        table = _read_published(path, heads)
-        size = table.shape[1] // (2 * heads)
+        """The authors' weights: a tensor [vocab, layers * 2 * heads * size], keys before values.
+
+        Args:
+            path: a file that torch can read with `weights_only`.
+            on, temperature, boundary: as above; they are not in the file.
+            layers: how many layers have kernels of their own. The published tables have one, for
+                the first layer: `layers=1` acts there alone, and None shares it by all layers.
+            heads: how many heads have kernels of their own. Where `layers` and `heads` are not
+                given, a table that can be read in several ways is an error.
+        """
+        table, (found, each, size) = _read_published(path, layers, heads)
         kernels = cls(
             table.shape[0],
             size,
             on=on,
-            heads=None if heads == 1 else heads,
+            heads=None if each == 1 else each,
+            layers=layers if found == 1 else found,
             temperature=temperature,
             boundary=boundary,
         )
-        both = table.float().view(-1, 1, 2, heads, size)
+        both = table.float().view(-1, found, 2, each, size)
         with torch.no_grad():
             kernels.weight.copy_(both[:, :, ["kv".index(target) for target in on]])
         return kernels
@@ -174,11 +216,28 @@ class TokenKernels(nn.Module):
         return self.__dict__ | {"_checked": None}
 
 
-def _read_published(path: str | os.PathLike[str], heads: int) -> Tensor:
-    """The tensor [vocab, 2 heads size] of a file, or ValueError with the name of the file."""
-    wanted = f"published weights are one tensor [vocab, 2 * {heads} * size] with an odd size"
-    if heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}")
+def _readings(taps: int, layers: int | None, heads: int | None) -> list[tuple[int, int, int]]:
+    """All (layers, heads, size) with this product and an odd size of 3 or more."""
+    return [
+        (layer, head, size)
+        for size in range(3, taps + 1, 2)
+        if taps % size == 0
+        for layer in range(1, taps // size + 1)
+        if taps // size % layer == 0 and layers in (None, layer)
+        for head in [taps // size // layer]
+        if heads in (None, head)
+    ]
+
+
+def _read_published(
+    path: str | os.PathLike[str], layers: int | None, heads: int | None
+) -> tuple[Tensor, tuple[int, int, int]]:
+    """The table of a file and its layers, heads and size, or ValueError with the file's name."""
+    for name, count in (("layers", layers), ("heads", heads)):
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    shape = f"{layers or 'layers'} * 2 * {heads or 'heads'} * size"
+    wanted = f"published weights are one tensor [vocab, {shape}] with an odd size"
     try:
         # weights_only: no code in the file is run.
         table = torch.load(path, map_location="cpu", weights_only=True)
@@ -193,11 +252,21 @@ def _read_published(path: str | os.PathLike[str], heads: int) -> Tensor:
     if not isinstance(table, Tensor):
         raise ValueError(f"{wanted}, but {path} holds {type(table).__name__}")
     rows, columns = table.shape if table.dim() == 2 else (0, 0)
-    if rows < 1 or columns % (4 * heads) != 2 * heads:
+    # A table is [vocab, taps], and a wide one is none of token kernels.
+    fits = 0 < columns <= MOST_COLUMNS and columns % 2 == 0
+    readings = _readings(columns // 2, layers, heads) if fits and rows else []
+    if not readings:
         raise ValueError(f"{wanted}, but {path} holds {list(table.shape)}")
+    if len(readings) > 1:
+        ways = [f"layers={a}, heads={b} of size {c}" for a, b, c in readings[:4]]
+        more = f" or {len(readings) - 4} more ways" if len(readings) > 4 else ""
+        raise ValueError(
+            f"{path} holds {list(table.shape)}, which may be {'; '.join(ways)}{more}: give layers "
+            "and heads"
+        )
     plain = table.layout == torch.strided and table.is_cpu and not table.is_quantized
     # A tensor can claim more numbers than the file has.
     whole = plain and table.untyped_storage().nbytes() >= table.numel() * table.element_size()
     if not whole or table.is_complex() or not bool(table.float().isfinite().all()):
         raise ValueError(f"{wanted}, but {path} holds no dense table of real, finite numbers")
-    return table
+    return table, readings[0]
