@@ -14,6 +14,7 @@ from .filters import Documents as Documents
 from .filters import Filter as Filter
 from .filters import Fixed as Fixed
 from .filters import Full as Full
+from .filters import Mask as Mask
 from .filters import Memory as Memory
 from .filters import Padding as Padding
 from .filters import Strided as Strided
