@@ -40,6 +40,7 @@ COMPOSED = {
         * mc.Exponential(0.5)
     ),
     "transformer-xl": lambda: mc.Exponential() * mc.RelativeSinusoid(),
+    "mixture": lambda: mc.Scaled(mc.RBF(), 0.3) + mc.Scaled(mc.Exponential(), [0.5, 2.0]),
 }
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [5] * 11])

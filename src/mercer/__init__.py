@@ -14,10 +14,12 @@ from .filters import Documents as Documents
 from .filters import Filter as Filter
 from .filters import Fixed as Fixed
 from .filters import Full as Full
+from .filters import Mask as Mask
 from .filters import Memory as Memory
 from .filters import Padding as Padding
 from .filters import Strided as Strided
 from .filters import Window as Window
+from .kernels import ARD as ARD
 from .kernels import RBF as RBF
 from .kernels import AdaptiveRBF as AdaptiveRBF
 from .kernels import ALiBi as ALiBi
@@ -30,10 +32,14 @@ from .kernels import Laplace as Laplace
 from .kernels import Linear as Linear
 from .kernels import Lookup as Lookup
 from .kernels import Matern as Matern
+from .kernels import Periodic as Periodic
 from .kernels import Polynomial as Polynomial
+from .kernels import Power as Power
 from .kernels import Product as Product
 from .kernels import RationalQuadratic as RationalQuadratic
 from .kernels import RelativeSinusoid as RelativeSinusoid
+from .kernels import Scaled as Scaled
+from .kernels import SpectralMixture as SpectralMixture
 from .kernels import Sum as Sum
 from .smoother import smooth as smooth
 from .term.factors import Factor as Factor

@@ -97,6 +97,8 @@ def describe(term: Term) -> str:
         assert isinstance(bias, Relative), bias
         each = "query" if isinstance(bias, QueryTable) or bias.per_query else "head"
         parts.append(f"exp(table of {2 * bias.clip + 1} distances for each {each})")
+    if term.log_weight is not None:
+        parts.insert(0, "a weight for each head" if term.log_weight.numel() > 1 else "a weight")
     return " * ".join(parts) or "1"
 
 
@@ -111,10 +113,11 @@ def _dot(factors: list[Factor]) -> str:
 
 def _cancelled(task: Task) -> list[str]:
     plain = [f for f in task.term.factors if f.link is None and f.has_row]
-    if not plain:
-        return []
     kept = ", kept for log_mass only" if task.log_mass else ""
-    return [f"what depends on the query alone, in the normaliser{kept}"]
+    found = [f"what depends on the query alone, in the normaliser{kept}"] if plain else []
+    if task.term.log_weight is not None:
+        found.append(f"the weight of the term, in its normaliser{kept}")
+    return found
 
 
 def _shape(problem: Problem) -> str:

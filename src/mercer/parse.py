@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from . import filters, kernels, nn
@@ -37,29 +37,32 @@ LONGEST, DEEPEST, LARGEST = 2000, 100, 2**24
 OPERATORS: Mapping[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("+", operator.add),
     ast.Mult: ("*", operator.mul),
+    ast.Pow: ("**", operator.pow),
     ast.BitAnd: ("&", operator.and_),
     ast.BitOr: ("|", operator.or_),
 }
 
 
 def kernel(text: str) -> Kernel:
-    """The kernel of a formula such as `RBF(2.0) * Exponential(on="position") + Polynomial(2)`."""
-    return _read(text, "kernel", Kernel, KERNELS, {}, "+*")
+    """The kernel of a formula such as `0.5 * RBF(2.0) * Exponential(on="position") + ARD(64)`."""
+    return _read(text, "kernel", Kernel, KERNELS, KERNELS, ("+", "*", "**"))
 
 
 def position(text: str) -> Position:
     """A position such as `rotary` or `DirectSum(Learned(1024))`."""
     if isinstance(text, str) and text.strip() in POSITIONS:
         return POSITIONS[text.strip()]()
-    return _read(text, "position", Position, POSITION_NAMES, {**EMBEDDINGS, **KERNELS}, "")
+    return _read(text, "position", Position, POSITION_NAMES, {**EMBEDDINGS, **KERNELS}, ())
 
 
 def filter(text: str) -> Filter:
     """A filter such as `Causal() & Window(128, 0)`."""
-    return _read(text, "filter", Filter, FILTERS, {}, "&|")
+    return _read(text, "filter", Filter, FILTERS, {}, ("&", "|"))
 
 
-def _read(text: str, what: str, kind: type[T], names: Names, inner: Names, operators: str) -> T:
+def _read(
+    text: str, what: str, kind: type[T], names: Names, inner: Names, operators: Sequence[str]
+) -> T:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
             f"{what} must be text such as {_example(what)}, got "
@@ -91,7 +94,13 @@ class _Reader:
     """Builds an object from a syntax tree."""
 
     def __init__(
-        self, text: str, what: str, kind: type, names: Names, inner: Names, operators: str
+        self,
+        text: str,
+        what: str,
+        kind: type,
+        names: Names,
+        inner: Names,
+        operators: Sequence[str],
     ) -> None:
         self.text, self.what, self.kind = text, what, kind
         self.names, self.inner, self.operators = names, inner, operators
@@ -104,7 +113,7 @@ class _Reader:
                 if join is None or not sign or sign not in self.operators:
                     allowed = " and ".join(self.operators) or "no operator"
                     raise self._wrong(node, f"has an operator that is not allowed; use {allowed}")
-                return join(self.build(left), self.build(right))
+                return self._joined(node, join, left, right)
             case ast.Call(func=ast.Name(id=name)):
                 return self._call(node, name, self.names)
             case ast.Name(id=name) if name in self.names:
@@ -114,6 +123,18 @@ class _Reader:
             case _:
                 raise self._wrong(node, f"is not a call such as {_example(self.what)}")
 
+    def _joined(self, node: ast.BinOp, join: Callable[[Any, Any], Any], *sides: ast.expr) -> Any:
+        """Both sides joined; beside a kernel there may be a number, its weight or exponent."""
+        numbers = [self.kind is Kernel and _is_number(side) for side in sides]
+        if all(numbers):
+            raise self._wrong(node, "joins two numbers; write the result")
+        pairs = zip(sides, numbers, strict=True)
+        each = [self._argument(side, {}) if number else self.build(side) for side, number in pairs]
+        try:
+            return join(*each)
+        except TypeError:
+            raise self._wrong(node, "needs a kernel before ** and a number after it") from None
+
     def _call(self, node: ast.Call, name: str, names: Names) -> Any:
         if name not in names:
             raise ValueError(self._unknown(name, names))
@@ -121,19 +142,22 @@ class _Reader:
             k.arg for k in node.keywords
         ):
             raise self._wrong(node, "must have plain arguments, no * or **")
-        args = [self._argument(a) for a in node.args]
-        named = {str(k.arg): self._argument(k.value) for k in node.keywords}
+        # A kernel is an argument of a position, and of a kernel that changes another one.
+        plain = name in KERNELS and names[name] not in kernels.CHANGED
+        inner = {} if plain else self.inner
+        args = [self._argument(a, inner) for a in node.args]
+        named = {str(k.arg): self._argument(k.value, inner) for k in node.keywords}
         try:
             return names[name](*args, **named)
         except (TypeError, RuntimeError, ArithmeticError) as error:
             reason = str(error).replace("__init__()", name).removeprefix(f"{name}.")
             raise self._wrong(node, f"has wrong arguments: {reason}") from None
 
-    def _argument(self, node: ast.expr) -> Any:
+    def _argument(self, node: ast.expr, inner: Names) -> Any:
         match node:
-            case ast.Call(func=ast.Name(id=name)) if self.inner:
-                return self._call(node, name, self.inner)
-            case ast.BinOp() if self.inner:
+            case ast.Call(func=ast.Name(id=name)) if inner:
+                return self._call(node, name, inner)
+            case ast.BinOp() if inner:
                 # The kernel inside a position has the grammar of kernels.
                 return kernel(ast.unparse(node))
         try:
@@ -154,6 +178,12 @@ class _Reader:
         part = ast.get_source_segment(self.text, node) or self.text
         where = "" if part == self.text else f" in {_short(self.text)!r}"
         return ValueError(f"{self.what} {_short(part)!r}{where} {why}")
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node = node.operand
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
 def _depth(tree: ast.AST) -> int:

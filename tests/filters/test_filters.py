@@ -19,6 +19,7 @@ RULES = {
     "fixed": lambda b, i, j, start: j <= i and (i // 4 == j // 4 or j % 4 >= 2),
     "padding": lambda b, i, j, start: j < [7, 0][b],
     "documents": lambda b, i, j, start: bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]),
+    "mask": lambda b, i, j, start: (121 * b + 11 * i + j) * 7 % 11 < 6,
     "packed": lambda b, i, j, start: j <= i and bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]),
     "either": lambda b, i, j, start: (
         (j <= i and (i - j < 4 or (i - j) % 4 == 0)) or (i <= j <= i + 2 and j < [11, 5][b])

@@ -106,6 +106,27 @@ def slope(h):
     return [2.0**-4, 2.0**-8][h]
 
 
+def ard(q, k, widths):
+    return math.exp(-sum((x - y) ** 2 / (2 * s**2) for x, y, s in zip(q, k, widths, strict=True)))
+
+
+def periodic(q, k, p, s):
+    away = (math.sin(math.pi * (x - y) / p) for x, y in zip(q, k, strict=True))
+    return math.exp(-2 * sum(x**2 for x in away) / s**2)
+
+
+@torch.no_grad()
+def spectral(kernel, q, k, h):
+    total = 0.0
+    for component in kernel:
+        bandwidths, wave = component.kernel.kernels
+        turn = dot(wave.frequency[h].tolist(), [x - y for x, y in zip(q, k, strict=True)])
+        near = ard(q, k, bandwidths.bandwidth(DIM)[h].tolist())
+        weight = component.log_scale[h].exp().item()
+        total += weight * near * (1 + math.cos(2 * math.pi * turn)) / 2
+    return total
+
+
 root = 1 / math.sqrt(DIM)
 WEIGHTS = {
     "exponential": lambda _, q, k, i, j, h: math.exp(dot(q.content, k.content) * root),
@@ -132,6 +153,20 @@ WEIGHTS = {
     "alibi": lambda _, q, k, i, j, h: math.exp(-slope(h) * abs(i - j)),
     "buckets": lambda u, q, k, i, j, h: both_ways(u.table.tolist(), i - j, h),
     "buckets-one-way": lambda u, q, k, i, j, h: math.exp(u.table[SIX[max(i - j, 0)]][h].item()),
+    "ard": lambda u, q, k, i, j, h: ard(q.content, k.content, u.bandwidth(DIM).tolist()),
+    "ard-per-head": lambda u, q, k, i, j, h: ard(
+        q.content, k.content, u.bandwidth(DIM)[h].tolist()
+    ),
+    "periodic": lambda _, q, k, i, j, h: periodic(q.content, k.content, 2.0 + h, default()),
+    "spectral": lambda u, q, k, i, j, h: spectral(u, q.content, k.content, h),
+    "scaled": lambda _, q, k, i, j, h: (0.5 + h) * rbf(q.content, k.content, default()),
+    "power": lambda _, q, k, i, j, h: (
+        (rbf(q.content, k.content, 1.5) * math.exp(dot(q.content, k.content) * root)) ** 1.5
+    ),
+    "mixture": lambda u, q, k, i, j, h: (
+        0.3 * rbf(q.content, k.content, default())
+        + [0.5, 2.0][h] * math.exp(dot(q.content, k.content) * root)
+    ),
     "eq-9": lambda _, q, k, i, j, h: math.exp(
         dot(q.content, k.content) * root + dot(q.position, k.position) * root
     ),
@@ -188,6 +223,17 @@ WEIGHTS = {
         (mc.Cosine(), "exp(10 cos(q, k))"),
         (mc.RelativeSinusoid(), "exp(<q.relative, sinusoid(i-j)>)"),
         (mc.ALiBi([0.5]), "exp(-m_h |i-j|)"),
+        (mc.ARD(4), "exp(-sum_d (q_d - k_d)^2 / 2 s_d^2)"),
+        (mc.ARD(4, heads=2, on="position"),
+         "exp(-sum_d (q.position_d - k.position_d)^2 / 2 s_hd^2)"),
+        (mc.Periodic(2.5, 0.5), "exp(-2 sum_d sin^2(pi (q_d - k_d) / 2.5) / 0.5^2)"),
+        (mc.SpectralMixture(3, 4), "sum_c w_c exp(-sum_d (q_d - k_d)^2 / 2 s_cd^2) "
+         "cos^2(pi <m_c, q - k>), c = 1 to 3"),
+        (0.5 * mc.RBF() + mc.RBF() * 2, "0.5 * exp(-|q - k|^2 / 2 s^2) + 2 * "
+         "exp(-|q - k|^2 / 2 s^2)"),
+        (2 * (mc.Polynomial() + mc.Cosine(1.0)), "2 * (<q, k>^2 + exp(1 cos(q, k)))"),
+        (mc.Scaled(mc.Polynomial(), heads=2), "c_h * <q, k>^2"),
+        (mc.RBF() ** 0.5, "(exp(-|q - k|^2 / 2 s^2))^0.5"),
         (mc.Polynomial() * (mc.Cosine(1.0) + mc.RBF()), "<q, k>^2 * (exp(1 cos(q, k)) + "
          "exp(-|q - k|^2 / 2 s^2))"),
     ],
@@ -223,6 +269,11 @@ def test_sums_and_products_flatten_and_compute_alike_in_any_order():
         (mc.RBF() * mc.Polynomial(), True, True, True),
         (mc.RBF() + mc.AdaptiveRBF(DIM), False, True, False),
         (mc.RBF() * mc.Linear(signed=True), True, False, True),
+        (0.5 * mc.Linear(signed=True), True, False, True),
+        (mc.Scaled(mc.AdaptiveRBF(DIM)), False, True, False),
+        (mc.RBF() ** 0.5, True, True, True),
+        (mc.Lookup(torch.zeros(3, DIM)) ** 2, False, True, False),
+        (mc.SpectralMixture(2, DIM), True, True, True),
     ],
     ids=lambda x: repr(x),
 )

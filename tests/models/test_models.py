@@ -315,6 +315,18 @@ def test_parameter_groups():
     assert models.groups(make("rbf"))["bandwidth"] == [
         "blocks.0.attention.kernel.log_bandwidth", "blocks.1.attention.kernel.log_bandwidth",
     ]  # fmt: skip
+    kernel = mc.Scaled(mc.ARD(4) * mc.Periodic(2.0)) + mc.SpectralMixture(2, 4)
+    assert models.groups(kernel)["rest"] == []
+
+
+def test_bandwidths_that_are_equal_start_where_they_were_given():
+    from mercer.models.starts import remember_start, restart
+
+    kernel = mc.ARD(64, 2.0, heads=32)
+    remember_start(kernel)
+    kernel.log_bandwidth.data.zero_()
+    restart(kernel)
+    assert bool((kernel.log_bandwidth.exp() - 2).abs().max() < 1e-6)
 
 
 CONFIG_ERRORS = {

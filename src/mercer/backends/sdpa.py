@@ -67,9 +67,11 @@ def _too_large(task: Task) -> str | None:
         if not _fits(scale, whole, LARGEST / FLOAT16_SHIFT):
             return "a scale does not fit float16"
         col, whole = f.col.detach(), f.k.isfinite().all(-1)
-        if not _fits(col, whole, LARGEST * FLOAT16_SHIFT) and not _fits(
-            col, whole & _seen(task), LARGEST * FLOAT16_SHIFT
-        ):
+        if _fits(col, whole, LARGEST * FLOAT16_SHIFT):
+            continue
+        mask = task.filter.sdpa(task.num_queries, task.num_keys, task.device)["attn_mask"]
+        seen = whole if mask is None else whole & _seen(mask, whole.shape[1])
+        if not _fits(col, seen, LARGEST * FLOAT16_SHIFT):
             return "the number of a key does not fit float16"
     return None
 
@@ -78,10 +80,12 @@ def _fits(x: Tensor, among: Tensor, largest: float) -> bool:
     return bool(((x.abs() <= largest) | ~among).all())
 
 
-def _seen(task: Task) -> Tensor:
-    """The keys that any query sees, [B or 1, 1, K]."""
-    mask = task.filter.sdpa(task.num_queries, task.num_keys, task.device)["attn_mask"]
-    return torch.tensor(True) if mask is None else mask.any(-2)
+def _seen(mask: Tensor, heads: int) -> Tensor:
+    """The keys that any query sees, [B or 1, 1 or heads of the keys, K]."""
+    seen = mask.any(-2)
+    if seen.shape[1] in (1, heads):
+        return seen
+    return seen.any(1, keepdim=True) if heads == 1 else seen.unflatten(1, (heads, -1)).any(2)
 
 
 def memory(task: Task) -> int:
@@ -116,7 +120,7 @@ def _run(task: Task) -> Smoothed:
     arguments = task.filter.sdpa(task.num_queries, task.num_keys, device)
     if arguments["attn_mask"] is not None:
         # A mask is added to the products, and that of a hidden key may be infinite.
-        k = torch.where(arguments["attn_mask"].any(-2)[..., None], k, 0.0)
+        k = torch.where(_seen(arguments["attn_mask"], k.shape[1])[..., None], k, 0.0)
     width = max(q.shape[-1], v.shape[-1])
     if device.type != "cpu":
         width += -width % 8

@@ -29,6 +29,7 @@ from ..kernels import (
     Matern,
     Polynomial,
     RationalQuadratic,
+    Scaled,
 )
 from ..kernels.entry import normal
 from ..lock import Lock
@@ -69,6 +70,8 @@ KERNELS: dict[str, Callable[[int, int], Kernel]] = {
     "rational*exponential": lambda h, d: RationalQuadratic(d**0.5) * Exponential(),
     "polynomial*laplace": lambda h, d: Polynomial() * Laplace(d**0.5, on="position"),
     "rbf+polynomial": lambda h, d: RBF(d**0.5) + Polynomial(),
+    "mixture": lambda h, d: Scaled(RBF(d**0.5), heads=h) + 0.5 * Exponential(),
+    "power": lambda h, d: (RBF(d**0.5) * Exponential()) ** 0.5,
 }
 # Distances and tables: every width with every filter.
 WIDE = (

@@ -10,7 +10,7 @@ from ..backends.chunked import backend as chunked
 from ..backends.flex import backend as flex
 from ..backends.polynomial import backend as linear
 from ..backends.triton import backend as triton
-from ..term.mix import Smoothed, mix
+from ..term.mix import Smoothed, mix, weighed
 from . import rules
 
 # The order in which "auto" tries them is in rules.json. The reference takes everything.
@@ -99,4 +99,9 @@ def _passed_over(backend: Backend, tasks: tuple[Task, ...]) -> str:
 
 def run(tasks: tuple[Task, ...], name: str) -> Smoothed:
     """All terms on one backend, mixed by their masses."""
-    return mix(BACKENDS[name].run(tasks))
+    backend = BACKENDS[name]
+    if all(task.term.log_weight is None for task in tasks):
+        return mix(backend.run(tasks))
+    # One by one: a backend that joins terms does not read their weights.
+    each = [(task.term.log_weight, backend.run([task])) for task in tasks]
+    return mix([weighed(part, weight) for weight, parts in each for part in parts])

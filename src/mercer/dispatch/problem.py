@@ -97,6 +97,10 @@ def prepare(
         q, k, v = q.to(lower), k.to(lower), v.to(lower)
     _check_dtypes(q, k, v)
     filter.check(batch, q.length, k.length)
+    if filter.heads is not None and filter.heads != q.heads:
+        raise ValueError(
+            f"{filter!r} was made for {filter.heads} heads, but the queries have {q.heads}"
+        )
     return Problem(
         kernel=kernel, q=q, k=k, v=v, filter=filter.to(v.device), batch=batch,
         dropout_p=float(dropout_p), log_mass=log_mass,

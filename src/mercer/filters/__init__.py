@@ -7,6 +7,7 @@ from .base import Full as Full
 from .base import Or as Or
 from .base import Span as Span
 from .data import Documents as Documents
+from .data import Mask as Mask
 from .data import Padding as Padding
 from .patterns import Earlier as Earlier
 from .patterns import Fixed as Fixed
@@ -16,5 +17,5 @@ from .patterns import Window as Window
 
 # Every filter that the package declares: text, the bench, the tests and the docs follow from this.
 FILTERS: tuple[type[Filter], ...] = (
-    Full, Causal, Window, Memory, Strided, Fixed, Padding, Documents,
+    Full, Causal, Window, Memory, Strided, Fixed, Padding, Documents, Mask,
 )  # fmt: skip

@@ -59,6 +59,10 @@ class Filter(Spec):
         """Whether i sees j; `start` is the place of the first query, K - Q."""
         raise NotImplementedError(f"{type(self).__name__} must define sees(b, i, j, start)")
 
+    def shows(self, b: Index, h: Index, i: Index, j: Index, start: int) -> Index:
+        """Whether i sees j in head h: as `sees`, unless the heads differ."""
+        return self.sees(b, i, j, start)
+
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         """True: every i sees every j. False: no i sees any j. None: unknown."""
         return None
@@ -82,6 +86,11 @@ class Filter(Spec):
         """The batch size it was made for; None fits all."""
         return None
 
+    @property
+    def heads(self) -> int | None:
+        """The number of heads it was made for, if they differ; None fits all."""
+        return None
+
     def check(self, batch: int, num_queries: int, num_keys: int) -> None:
         """Raise where the filter does not fit these shapes."""
 
@@ -94,11 +103,10 @@ class Filter(Spec):
 
     def simplify(self, num_queries: int, num_keys: int) -> Filter:
         """An equivalent simpler filter for these lengths, if there is one."""
-        last = num_keys - 1
-        if num_queries and num_keys:
-            start = num_keys - num_queries
-            if self.covers(Span(start, last), Span(0, last), start) is True:
-                return Full()
+        start, last = num_keys - num_queries, num_keys - 1
+        some = num_queries and num_keys
+        if some and self.covers(Span(start, last), Span(0, last), start) is True:
+            return Full()
         return self
 
     def __and__(self, other: Filter) -> Filter:
@@ -110,13 +118,21 @@ class Filter(Spec):
     def mask(
         self, num_queries: int, num_keys: int, device: torch.device | str | None = None
     ) -> Tensor:
-        """The dense mask, True = visible, [B or 1, 1, Q, K]."""
-        start = num_keys - num_queries
-        b = torch.arange(self.batch or 1, device=device)[:, None, None, None]
-        i = torch.arange(start, num_keys, device=device)[:, None]
-        j = torch.arange(num_keys, device=device)
-        seen = torch.as_tensor(self.to(j.device).sees(b, i, j, start), device=device)
-        return seen.expand(self.batch or 1, 1, num_queries, num_keys)
+        """The dense mask, True = visible, [B or 1, H or 1, Q, K]."""
+        i = torch.arange(num_keys - num_queries, num_keys, device=device)
+        return self.mask_of_rows(i, num_keys, num_keys - num_queries)
+
+    def mask_of_rows(self, i: Tensor, num_keys: int, start: int) -> Tensor:
+        """The rows of the dense mask for queries at the places i."""
+        b, h, j = (torch.arange(n, device=i.device) for n in (*self.sizes, num_keys))
+        places = b[:, None, None, None], h[:, None, None], i[:, None], j
+        seen = torch.as_tensor(self.to(i.device).shows(*places, start), device=i.device)
+        return seen.expand(*self.sizes, len(i), num_keys)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The batch and the heads of its dense mask; 1 where all are alike."""
+        return self.batch or 1, self.heads or 1
 
     def sdpa(
         self, num_queries: int, num_keys: int, device: torch.device | str | None = None
@@ -143,16 +159,17 @@ class Filter(Spec):
         if isinstance(simple, Full) or (isinstance(simple, Causal) and square):
             return 0
         rows = 1 if simple.same_for_all else num_queries
-        return (simple.batch or 1) * rows * num_keys
+        batch, heads = simple.sizes
+        return batch * heads * rows * num_keys
 
     def mask_mod(
         self, num_queries: int, num_keys: int
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """FlexAttention's mask function."""
-        start = num_keys - num_queries
 
         def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            seen = self.sees(b, q_idx + start, kv_idx, start)
+            start = num_keys - num_queries
+            seen = self.shows(b, h, q_idx + start, kv_idx, start)
             return seen if isinstance(seen, Tensor) else torch.full_like(kv_idx, seen).bool()
 
         return visible
@@ -164,15 +181,12 @@ class Filter(Spec):
         from torch.nn.attention.flex_attention import BlockMask
 
         start = num_keys - num_queries
-        b = torch.arange(self.batch or 1, device=device)[:, None, None, None]
-        j = torch.arange(num_keys, device=device)
         stripes = []
         for i in torch.arange(start, num_keys, device=device).split(STRIPE * BLOCK):
-            seen = torch.as_tensor(self.to(j.device).sees(b, i[:, None], j, start), device=device)
-            seen = seen.expand(self.batch or 1, 1, len(i), num_keys)
-            seen = F.pad(seen, (0, -num_keys % BLOCK, 0, -len(i) % BLOCK))
+            ends = (0, -num_keys % BLOCK, 0, -len(i) % BLOCK)
+            seen = F.pad(self.mask_of_rows(i, num_keys, start), ends)
             stripes.append(seen.unflatten(-1, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5)))
-        counts = torch.cat(stripes, 2)  # [B or 1, 1, blocks of queries, blocks of keys]
+        counts = torch.cat(stripes, 2)  # [B or 1, H or 1, blocks of queries, blocks of keys]
         whole = counts == BLOCK**2
         return BlockMask.from_kv_blocks(
             *_listed((counts > 0) & ~whole),
@@ -209,8 +223,7 @@ def _contents(x: object) -> object:
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Per block of queries: the number of visible key blocks, and their indices, visible first."""
-    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1).int(), order.int()
+    return blocks.sum(-1).int(), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
 @dataclass(frozen=True)
@@ -261,8 +274,11 @@ class Joined(Filter):
 
     @property
     def batch(self) -> int | None:
-        sizes = [f.batch for f in self.filters if f.batch is not None]
-        return max(sizes) if sizes else None
+        return max((f.batch for f in self.filters if f.batch is not None), default=None)
+
+    @property
+    def heads(self) -> int | None:
+        return max((f.heads for f in self.filters if f.heads is not None), default=None)
 
     @property
     def same_for_all(self) -> bool:
@@ -285,6 +301,9 @@ class And(Joined):
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return reduce(and_, (f.sees(b, i, j, start) for f in self.filters))
+
+    def shows(self, b: Index, h: Index, i: Index, j: Index, start: int) -> Index:
+        return reduce(and_, (f.shows(b, h, i, j, start) for f in self.filters))
 
     def joins(self, b: Index, j: Index, m: Index) -> Index:
         return reduce(and_, (f.joins(b, j, m) for f in self.filters))
@@ -312,6 +331,9 @@ class Or(Joined):
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return reduce(or_, (f.sees(b, i, j, start) for f in self.filters))
+
+    def shows(self, b: Index, h: Index, i: Index, j: Index, start: int) -> Index:
+        return reduce(or_, (f.shows(b, h, i, j, start) for f in self.filters))
 
     def joins(self, b: Index, j: Index, m: Index) -> Index:
         return reduce(or_, (f.joins(b, j, m) for f in self.filters))

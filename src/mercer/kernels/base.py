@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from functools import reduce
 from operator import mul
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ..term.features import Features, Input
+from ..term.layout import accumulator
 from ..term.term import Term
 from .entry import Entry
+from .positive import Positive, hold, log_of
 
 MAX_TERMS = 64
+
+
+def is_number(x: object) -> TypeGuard[float]:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def is_finite(number: float) -> bool:
@@ -33,6 +39,9 @@ class Kernel(nn.Module):
     positive: bool = True
     valid: bool = True
     relative: bool = False  # whether it reads i - j
+    # Whether every w^p with p > 0 is of the same form, and valid where w is: all links of its
+    # terms are the identity.
+    exponential: bool = False
     on: str = "content"
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
@@ -77,11 +86,29 @@ class Kernel(nn.Module):
     def __repr__(self) -> str:
         return self.formula
 
-    def __mul__(self, other: Kernel) -> Kernel:
+    def __mul__(self, other: Kernel | float) -> Kernel:
+        if is_number(other):
+            return Scaled(self, other, trainable=False)
         return Product(self, other) if isinstance(other, Kernel) else NotImplemented
 
-    def __add__(self, other: Kernel) -> Kernel:
+    def __rmul__(self, other: float) -> Kernel:
+        return self * other if is_number(other) else NotImplemented
+
+    def __add__(self, other: Kernel | float) -> Kernel:
+        if is_number(other):
+            if other == 0:
+                # The start of Python's sum().
+                return self
+            raise ValueError(
+                f"{other!r} is not a kernel, so it cannot be added to one: for a weight that is "
+                f"the same for all keys, write {other!r} * Exponential(0)"
+            )
         return Sum(self, other) if isinstance(other, Kernel) else NotImplemented
+
+    __radd__ = __add__
+
+    def __pow__(self, exponent: float) -> Kernel:
+        return Power(self, exponent) if is_number(exponent) else NotImplemented
 
 
 class Combination(Kernel):
@@ -123,8 +150,7 @@ class Combination(Kernel):
         return frozenset().union(*(kernel.key_parts for kernel in self))
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
-        log, factor = self.factored(q, k)
-        return log if factor is None else log + factor.abs().log()
+        return _whole(*self.factored(q, k))
 
 
 class Product(Combination):
@@ -145,7 +171,11 @@ class Product(Combination):
 
     @property
     def formula(self) -> str:
-        return " * ".join(f"({k})" if isinstance(k, Sum) else repr(k) for k in self)
+        return " * ".join(map(_inside_product, self))
+
+    @property
+    def exponential(self) -> bool:  # type: ignore[override]
+        return all(kernel.exponential for kernel in self)
 
 
 class Sum(Combination):
@@ -173,6 +203,129 @@ class Sum(Combination):
     @property
     def formula(self) -> str:
         return " + ".join(map(repr, self))
+
+
+class Changed(Kernel):
+    """A function of one kernel's weights."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        if not isinstance(kernel, Kernel):
+            raise ValueError(f"{type(self).__name__} needs a kernel such as RBF(), got {kernel!r}")
+        self.kernel = kernel
+
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]
+        return self.kernel.symmetric
+
+    @property
+    def positive(self) -> bool:  # type: ignore[override]
+        return self.kernel.positive
+
+    @property
+    def valid(self) -> bool:  # type: ignore[override]
+        return self.kernel.valid
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        return self.kernel.relative
+
+    @property
+    def exponential(self) -> bool:  # type: ignore[override]
+        return self.kernel.exponential
+
+    @property
+    def query_parts(self) -> frozenset[str]:
+        return self.kernel.query_parts
+
+    @property
+    def key_parts(self) -> frozenset[str]:
+        return self.kernel.key_parts
+
+
+class Scaled(Changed):
+    """c w(q, k), c = exp(log_scale) > 0, one number or one per head.
+
+    Alone, c cancels and only log_mass has it; in a sum it is the share of the kernel.
+    """
+
+    log_scale: Tensor
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        weight: Positive = 1.0,
+        *,
+        heads: int | None = None,
+        trainable: bool = True,
+    ) -> None:
+        super().__init__(kernel)
+        hold(self, "log_scale", log_of("weight", weight, heads), trainable)
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        return _whole(*self.factored(q, k))
+
+    def factored(self, q: Input, k: Input) -> tuple[Tensor, Tensor | None]:
+        log, factor = self.kernel.factored(q, k)
+        return log + self._log(q, k)[:, None, None], factor
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        log = self._log(q, k)
+        return tuple(term.times(log) for term in self.kernel.terms(q, k))
+
+    def _log(self, q: Input, k: Input) -> Tensor:
+        """log c in the accumulator's dtype, [1 or H]."""
+        q = Features.of(q)
+        check_heads("weights", self.log_scale, q.heads)
+        return self.log_scale.to(accumulator(q.tensors()[0].dtype)).reshape(-1)
+
+    @property
+    def formula(self) -> str:
+        c = "c_h" if self.log_scale.numel() > 1 else f"{self.log_scale.detach().exp().item():.4g}"
+        return f"{c} * {_inside_product(self.kernel)}"
+
+
+class Power(Changed):
+    """w(q, k)^exponent of an exponential kernel, exponent > 0: its exponents, multiplied."""
+
+    def __init__(self, kernel: Kernel, exponent: float) -> None:
+        super().__init__(kernel)
+        if not (is_number(exponent) and is_finite(exponent) and exponent > 0):
+            raise ValueError(f"exponent must be a positive finite number, got {exponent!r}")
+        if not kernel.exponential:
+            raise ValueError(
+                f"{kernel!r} is no plain exponential, so it has no exact power {exponent:g}: "
+                "powers are for Exponential, Cosine, RBF, AdaptiveRBF, ARD, Periodic, kernels of "
+                "i - j, and products of these; for a whole power, multiply the kernel with itself"
+            )
+        self.exponent = float(exponent)
+
+    def log_weight(self, q: Input, k: Input) -> Tensor:
+        return self.exponent * self.kernel.log_weight(q, k)
+
+    def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        return tuple(term**self.exponent for term in self.kernel.terms(q, k))
+
+    @property
+    def formula(self) -> str:
+        return f"({self.kernel!r})^{self.exponent:g}"
+
+
+def check_heads(what: str, given: Tensor, heads: int) -> None:
+    """Raise ValueError where numbers per head, in the first dimension, are not for these heads."""
+    if given.dim() and given.shape[0] not in (1, heads):
+        raise ValueError(
+            f"the kernel has {what} for {given.shape[0]} heads, but the queries have {heads}"
+        )
+
+
+def _whole(log: Tensor, factor: Tensor | None) -> Tensor:
+    """log |exp(log) factor|."""
+    return log if factor is None else log + factor.abs().log()
+
+
+def _inside_product(kernel: Kernel) -> str:
+    return f"({kernel})" if isinstance(kernel, Sum) else repr(kernel)
 
 
 def members(kernel: Kernel | None) -> tuple[Kernel, ...]:

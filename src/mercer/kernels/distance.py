@@ -23,10 +23,9 @@ from ..term.links import Link, Matern12, Matern32, Matern52, Rational
 from ..term.term import Term
 from .base import Kernel, is_finite
 from .entry import Entry, normal
+from .positive import MOST, check_size
 
 Bandwidth = float | Sequence[float] | Tensor | None
-# The most numbers that a kernel learns for its heads.
-MOST = 2**20
 
 
 class Distance(Kernel):
@@ -55,9 +54,15 @@ class Distance(Kernel):
         else:
             self.register_buffer("log_bandwidth", log)
 
+    @property
+    def exponential(self) -> bool:  # type: ignore[override]
+        return self.link is None
+
     def bandwidth(self, dim: int) -> Tensor:
         """s for features of this width, one number or one per head."""
-        return self.log_bandwidth.exp() * (_default(dim) if self.relative_to_default else 1.0)
+        return self.log_bandwidth.exp() * (
+            default_bandwidth(dim) if self.relative_to_default else 1.0
+        )
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s^2, [H or 1, 1, 1]."""
@@ -71,7 +76,7 @@ class Distance(Kernel):
                 f"the kernel has bandwidths for {log.numel()} heads, "
                 f"but the queries have {x.shape[1]}"
             )
-        offset = math.log(_default(x.shape[-1])) if self.relative_to_default else 0.0
+        offset = math.log(default_bandwidth(x.shape[-1])) if self.relative_to_default else 0.0
         return LogScale(log=log if log.dim() == 1 else log.reshape(-1), offset=offset)
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
@@ -236,7 +241,7 @@ class AdaptiveRBF(Distance):
         super().__init__(bandwidth, heads=heads, trainable=trainable, on=on)
         if not (is_finite(reach) and reach > 0):
             raise ValueError(f"reach must be a positive finite number, got {reach}")
-        _check_size("dim", dim, MOST // (heads or 1))
+        check_size("dim", dim, MOST // (heads or 1))
         self.reach = reach
         self.weight = nn.Parameter(torch.zeros(heads or 1, dim))
 
@@ -286,7 +291,7 @@ def distance(on: str) -> str:
     return "|q - k|" if on == "content" else f"|q.{on} - k.{on}|"
 
 
-def _default(dim: int) -> float:
+def default_bandwidth(dim: int) -> float:
     if dim < 1:
         raise ValueError("the default bandwidth needs features, got a part of 0: set bandwidth")
     return math.sqrt(math.sqrt(dim) / 2)
@@ -295,7 +300,7 @@ def _default(dim: int) -> float:
 def read_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
     """log s, checked: one number or one per head; zeros where none is given."""
     if heads is not None:
-        _check_size("heads", heads, MOST)
+        check_size("heads", heads, MOST)
     if bandwidth is None:
         return torch.zeros(() if heads is None else (heads,))
     s = torch.as_tensor(bandwidth).detach()
@@ -308,11 +313,3 @@ def read_bandwidth(bandwidth: Bandwidth, heads: int | None) -> Tensor:
     if heads is not None and s.dim() and s.numel() != heads:
         raise ValueError(f"bandwidth has {s.numel()} numbers for {heads} heads")
     return s.log().expand(heads).clone() if heads is not None and not s.dim() else s.log()
-
-
-def _check_size(name: str, size: int, most: int) -> None:
-    if not isinstance(size, int):
-        raise ValueError(f"{name} must be a whole number, got {size!r}")
-    if not 1 <= size <= most:
-        bound = "at least 1" if size < 1 else f"at most {most}"
-        raise ValueError(f"{name} must be {bound}, got {size}")

@@ -27,6 +27,8 @@ class Exponential(Kernel):
         },
     )
 
+    exponential = True
+
     def __init__(self, scale: float | None = None, on: str = "content") -> None:
         super().__init__()
         if scale is not None and not is_finite(scale):
@@ -65,6 +67,8 @@ class Cosine(Kernel):
         bench=("cosine", lambda h, d: Cosine()),
         examples={"cosine": lambda h, d: Cosine(3.0)},
     )
+
+    exponential = True
 
     def __init__(self, scale: float = 10.0, on: str = "content") -> None:
         super().__init__()

@@ -25,6 +25,7 @@ class Positional(Kernel):
     symmetric = False
     valid = False
     relative = True
+    exponential = True
 
     @property
     def key_parts(self) -> frozenset[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..kernels import AdaptiveRBF, ALiBi
+from ..kernels import AdaptiveRBF, ALiBi, Periodic, Scaled
 from ..kernels.distance import Distance
+from ..kernels.stationary import Wave
 from ..nn import GaussianAttention, TokenKernels
 
 GROUPS = ("bandwidth", "token_kernels", "rest")
@@ -14,7 +15,8 @@ GROUPS = ("bandwidth", "token_kernels", "rest")
 def groups(model: nn.Module) -> dict[str, list[str]]:
     """The names of a model's parameters: "bandwidth", "token_kernels" and "rest".
 
-    Bandwidths are log_bandwidth, the weights of per-query bandwidths, and learned slopes.
+    Bandwidths are log_bandwidth, the weights of per-query bandwidths, periods, frequencies, learned
+    slopes, and the weights of a mixture.
     """
     group: dict[int, str] = {}
     for module in model.modules():
@@ -26,6 +28,12 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
                 group[id(module.weight)] = "bandwidth"
             if isinstance(module, GaussianAttention) and module.adaptive:
                 group[id(module.steering)] = "bandwidth"
+            if isinstance(module, Periodic):
+                group[id(module.log_period)] = "bandwidth"
+        elif isinstance(module, Scaled):
+            group[id(module.log_scale)] = "bandwidth"
+        elif isinstance(module, Wave):
+            group[id(module.frequency)] = "bandwidth"
         elif isinstance(module, ALiBi):
             group[id(module.slopes)] = "bandwidth"
     named: dict[str, list[str]] = {name: [] for name in GROUPS}

@@ -20,10 +20,15 @@ def remember_start(layer: Attention) -> None:
             continue
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if own:
-            module.starts = {  # type: ignore[assignment]
-                name: x.detach().cpu().clone() if x.numel() <= KEPT else float(x.detach().std())
-                for name, x in own
-            }
+            module.starts = {name: _start(x.detach()) for name, x in own}  # type: ignore[assignment]
+
+
+def _start(x: Tensor) -> Tensor | float:
+    """The values, one of them if all are equal, or their standard deviation."""
+    if x.numel() <= KEPT:
+        return x.cpu().clone()
+    first = x.flatten()[:1]
+    return first.cpu().clone() if bool((x == first).all()) else float(x.std())
 
 
 @torch.no_grad()

@@ -32,6 +32,10 @@ class Relative:
         """Whether it needs a gradient. Does not form the table."""
         return needs_gradient(self.table)
 
+    def raised(self, exponent: float) -> Relative:
+        """The bias of weights to a power."""
+        return Relative(table=exponent * self.table)
+
     def widen(self, clip: int) -> Tensor:
         """The same bias as a table of at least that many distances."""
         grow = clip - self.clip
@@ -69,6 +73,9 @@ class QueryTable(Relative):
             self._rows = self._form(-self._clip)
         return self._rows
 
+    def raised(self, exponent: float) -> Relative:
+        return QueryTable(q=self.q, rows=exponent * self.rows)
+
     def past(self) -> Tensor:
         """Rows of distances from 0 on, [1 or H, c + 1, D], or all if given as a tensor."""
         return self.rows if self._form is None else self._form(0)
@@ -98,3 +105,6 @@ class Slope:
     """bias(i, j) = -slope |i - j|."""
 
     slope: Tensor  # [H]
+
+    def raised(self, exponent: float) -> Slope:
+        return Slope(slope=exponent * self.slope)

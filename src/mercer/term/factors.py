@@ -51,6 +51,12 @@ class Factor:
         """Whether every query has its own scale."""
         return isinstance(self.scale, Tensor) and self.scale.dim() == 4
 
+    def raised(self, exponent: float) -> Factor:
+        """The factor of weights to a power: its link must be the identity."""
+        assert self.link is None, self.link
+        row = None if self.row is None else exponent * self.row
+        return Factor(q=self.q, k=self.k, scale=exponent * self.scale, row=row, col=self.col)
+
     @property
     def learned(self) -> Learned:
         """Which of its parts need a gradient. A lazy part does if its sources do."""
@@ -76,6 +82,11 @@ class LogScale:
             free = log.clamp(self.bounds[0] + BEND, self.bounds[1] - BEND)
             log = free + BEND * torch.tanh((log - free) / BEND)
         return log + self.offset if self.offset else log
+
+    def times(self, number: float) -> LogScale:
+        """The scale times a number."""
+        offset = self.offset - 0.5 * math.log(number)
+        return LogScale(log=self.log, offset=offset, bounds=self.bounds)
 
     def formed(self) -> Tensor:
         """[1 or H, 1, 1]."""
@@ -103,6 +114,12 @@ class DistanceFactor(Factor):
     ) -> None:
         self.q, self.k, self.given, self.link = q, k, scale, link
         self._col = self._row = self._scale = None
+
+    def raised(self, exponent: float) -> Factor:
+        assert self.link is None, self.link
+        given = self.given
+        scale = given.times(exponent) if isinstance(given, LogScale) else exponent * given
+        return DistanceFactor(q=self.q, k=self.k, scale=scale)
 
     @property
     def scale(self) -> Tensor | float:  # type: ignore[override]
@@ -163,6 +180,12 @@ class QueryBandwidthFactor(DistanceFactor):
         super().__init__(q=q, k=k)
         self.x, self.w, self.base, self.reach = x, w, base, reach
 
+    def raised(self, exponent: float) -> Factor:
+        base = self.base.times(exponent)
+        return QueryBandwidthFactor(
+            q=self.q, k=self.k, x=self.x, w=self.w, base=base, reach=self.reach
+        )
+
     @property
     def per_query(self) -> bool:
         return True
@@ -197,6 +220,10 @@ class CosineFactor(Factor):
     def __init__(self, *, q: Tensor, k: Tensor, scale: float) -> None:
         self.queries, self.keys, self.scale = q, k, scale
         self.row = self.col = self.link = self._q = self._k = None
+
+    def raised(self, exponent: float) -> Factor:
+        assert not isinstance(self.scale, Tensor)
+        return CosineFactor(q=self.queries, k=self.keys, scale=exponent * self.scale)
 
     @property
     def width(self) -> int:

@@ -40,6 +40,17 @@ def mix(parts: list[Smoothed]) -> Smoothed:
     return Smoothed(out.to(parts[0].out.dtype), log_mass, total.sign() if signed else None)
 
 
+def weighed(part: Smoothed, log_weight: Tensor | None) -> Smoothed:
+    """A term's result with the term's weight, which is in its mass alone."""
+    mass = part.log_mass
+    if log_weight is None or mass is None:
+        return part
+    # Rows that see nothing or are not finite give the weight no gradient.
+    return part._replace(
+        log_mass=torch.where(mass.isfinite(), mass + log_weight[:, None].to(mass.dtype), mass)
+    )
+
+
 def _require(x: Tensor | None) -> Tensor:
     assert x is not None
     return x

@@ -127,6 +127,14 @@ class SinusoidFactor(Factor):
         self.scale, self.row, self.col, self.link = 1.0, None, None, None
         self._c = self._q = None
 
+    def raised(self, exponent: float) -> Factor:
+        asking, weight = self.asking, self.weight
+        if weight is None:
+            asking = exponent * asking
+        else:
+            weight = exponent * weight
+        return SinusoidFactor(asking=asking, weight=weight, base=self.base, num_keys=self.num_keys)
+
     @property
     def width(self) -> int:
         return (self.asking if self.weight is None else self.weight).shape[-1]

@@ -1,10 +1,11 @@
 """The waist: every kernel lowers to terms, every backend runs a term.
 
-    log w_ij = sum_f link_f(scale_f (<q^f_i, k^f_j> + col^f_j) + row^f_i) + bias(i, j)
+    log w_ij = sum_f link_f(scale_f (<q^f_i, k^f_j> + col^f_j) + row^f_i) + bias(i, j) + log_weight
 
 N kernels and M backends need N + M pieces of code, not N x M. A number per key is never rounded to
 the dtype of the features. Only backends concatenate parts of the features, so a backend that reads
-them in place needs no copy. A bias is data, not an opaque function.
+them in place needs no copy. A bias is data, not an opaque function. `log_weight` is one number for
+all pairs of a head. It cancels in the ratio, so no backend reads it: it is added to log_mass.
 
 Letters: B batch, H heads, Q queries, K keys, E features, V values. Key tensors may have fewer heads
 that divide H, and any tensor may have batch 1. Query i sits at position i + K - Q.
@@ -35,13 +36,31 @@ class Lifted:
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One product of factors, with its biases."""
+    """One product of factors, with its biases and its weight."""
 
     factors: tuple[Factor, ...] = ()
     biases: tuple[Relative | Slope, ...] = ()
+    log_weight: Tensor | None = None  # [1 or H]
 
     def __mul__(self, other: Term) -> Term:
-        return Term(factors=self.factors + other.factors, biases=self.biases + other.biases)
+        return Term(
+            factors=self.factors + other.factors,
+            biases=self.biases + other.biases,
+            log_weight=_sum(self.log_weight, other.log_weight),
+        )
+
+    def __pow__(self, exponent: float) -> Term:
+        """Every weight to a power: all links must be the identity."""
+        return Term(
+            factors=tuple(f.raised(exponent) for f in self.factors),
+            biases=tuple(bias.raised(exponent) for bias in self.biases),
+            log_weight=None if self.log_weight is None else exponent * self.log_weight,
+        )
+
+    def times(self, log_weight: Tensor) -> Term:
+        """The same term with a weight, given by its logarithm, [1 or H]."""
+        log = _sum(self.log_weight, log_weight)
+        return Term(factors=self.factors, biases=self.biases, log_weight=log)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -90,7 +109,7 @@ class Term:
             widest = max(bias.clip for bias in tables)
             first, *others = (bias.widen(widest) for bias in tables)
             tables = [Relative(table=sum(others, first))]
-        return Term(factors=tuple(factors), biases=tuple(tables))
+        return Term(factors=tuple(factors), biases=tuple(tables), log_weight=self.log_weight)
 
     def lift(self, dtype: torch.dtype) -> tuple[Lifted, ...]:
         """All identity factors side by side as one dot product, then each factor with a link."""
@@ -98,6 +117,10 @@ class Term:
         linked = [f for f in self.factors if f.link is not None]
         groups = ([plain] if plain else []) + [[f] for f in linked]
         return tuple(_side_by_side(group, dtype) for group in groups)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 def _side_by_side(factors: list[Factor], dtype: torch.dtype) -> Lifted:

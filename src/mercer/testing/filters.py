@@ -35,8 +35,10 @@ def _check_masks(filter: Filter, mask: Tensor, num_queries: int, num_keys: int) 
     for b in range(mask.shape[0]):
         for i in range(num_queries):
             for j in range(num_keys):
-                seen = rule(*(torch.tensor(n) for n in (b, 0, i, j)))
-                assert bool(seen) == bool(mask[b, 0, i, j]), f"{filter!r}: mask_mod at {b, i, j}"
+                for h in range(mask.shape[1]):
+                    seen = rule(*(torch.tensor(n) for n in (b, h, i, j)))
+                    at = b, h, i, j
+                    assert bool(seen) == bool(mask[at]), f"{filter!r}: mask_mod at {at}"
 
 
 def _check_blocks(filter: Filter, mask: Tensor, num_queries: int, num_keys: int) -> None:

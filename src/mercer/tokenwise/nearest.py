@@ -48,6 +48,8 @@ class Column:
         if (table := self.term.table) is not None:
             clip = (table.shape[-1] - 1) // 2
             log = log + table[..., min(self.away, clip) + clip].to(wide)
+        if (weight := self.term.log_weight) is not None:
+            log = log + weight[:, None].to(wide)
         return log, power
 
     def score(self, f: Factor, wide: torch.dtype) -> Tensor:

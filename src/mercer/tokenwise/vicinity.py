@@ -29,6 +29,8 @@ from ..dispatch import tokens
 from ..dispatch.choose import choose
 from ..dispatch.problem import Problem, prepare
 from ..filters import Causal, Filter
+from ..filters.base import can_read
+from ..filters.data import masks_of
 from ..kernels import Exponential, Kernel
 from ..smoother import finish, solve
 from ..term.features import Input
@@ -82,6 +84,7 @@ def vicinity(
     """
     problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
     check_boundary(boundary)
+    _check_filter(problem.filter)
     check_temperature("normalize", normalize)
     for name, given in (("key_taps", key_taps), ("value_taps", value_taps)):
         _check_taps(name, given, problem)
@@ -116,6 +119,19 @@ def _solve(problem: Problem, convolution: Convolution, backend: str) -> Smoothed
     if problem.k.length <= count:
         return near
     return mix([call.far(count, backend), near])
+
+
+def _check_filter(filter: Filter) -> None:
+    """Refuse a mask for which it is not known which taps a query may see."""
+    if filter.heads is not None:
+        raise ValueError(
+            f"token kernels need a filter that is the same for all heads, got {filter!r}"
+        )
+    if not filter.causal and any(not can_read(mask.visible) for mask in masks_of(filter)):
+        raise ValueError(
+            f"in a compiled graph {filter!r} cannot be read, and token kernels must know whether "
+            "it hides the future: join it with Causal(), or do not compile this call"
+        )
 
 
 def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:

@@ -106,7 +106,7 @@ def compare(kernel, filter, shape, dim=DIM):
     assert not over
 
 
-@pytest.mark.parametrize("filter", FILTERS)
+@pytest.mark.parametrize("filter", [name for name in FILTERS if name != "mask"])
 @pytest.mark.parametrize("kernel", ["rbf", "polynomial", "lookup*buckets*alibi"])
 def test_every_filter_visits_what_it_shows(kernel, filter):
     compare(ALL[kernel](), FILTERS[filter](), Shape(queries=11, keys=11))

@@ -91,7 +91,8 @@ class Blocks:
         i = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.start
         j = torch.arange(cols.start, cols.stop, device=device)
         b = torch.arange(self.v.shape[0], device=device)[:, None, None, None]
-        return torch.as_tensor(self.filter.sees(b, i, j, self.start), device=device)
+        h = torch.arange(self.v.shape[1], device=device)[:, None, None]
+        return torch.as_tensor(self.filter.shows(b, h, i, j, self.start), device=device)
 
     def scores(self, rows: slice, cols: slice) -> list[Tensor]:
         """s of every factor, [B, H, q, k]."""

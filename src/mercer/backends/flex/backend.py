@@ -179,11 +179,8 @@ def _spoiled(task: Task) -> Tensor | None:
     if not bool(bad_queries.any() | bad_keys.any()):
         return None
     start = task.num_keys - task.num_queries
-    b = torch.arange(task.batch, device=task.device)[:, None, None, None]
-    j = torch.arange(task.num_keys, device=task.device)
     hits = []
     for places in torch.arange(start, task.num_keys, device=task.device).split(ROWS):
-        seen = torch.as_tensor(task.filter.sees(b, places[:, None], j, start), device=task.device)
-        seen = seen.expand(task.batch, 1, len(places), task.num_keys)
+        seen = task.filter.mask_of_rows(places, task.num_keys, start).expand(task.batch, -1, -1, -1)
         hits.append((seen.float() @ bad_keys.float()[..., None])[..., 0] > 0)
     return bad_queries | torch.cat(hits, -1)
