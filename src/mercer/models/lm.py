@@ -76,6 +76,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         self.norm = self.make_last_norm()
         self.dropout = nn.Dropout(config.dropout)
         self.post_init()
+        self.set_generation_defaults()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed

@@ -106,6 +106,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
+        self.set_generation_defaults()
 
     def place(self, role: Role, layer: int, owner: Any) -> Place:
         """The sizes and options of a layer; `owner` holds the token kernels."""
