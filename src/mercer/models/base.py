@@ -16,7 +16,7 @@ from transformers import initialization as init
 
 from ..filters import Documents, Filter
 from ..nn import KernelAttention, Learned, Sinusoid, TokenKernels
-from .block import Block, is_known, leading_zeros, make_norm
+from .block import Block, Weights, is_known, leading_zeros, make_norm
 from .cache import KernelCache
 from .config import KernelConfig
 from .parts import Parts, Place, build, most_places
@@ -153,6 +153,10 @@ class KernelModel(PreTrainedModel):
         if not config.pre_norm:
             return nn.Identity()
         return make_norm(config.norm, config.d_model, config.bias, config.norm_eps)
+
+    def new_weights(self, wanted: bool | None) -> Weights | None:
+        """Where blocks put the weights of attention; None if they are not wanted."""
+        return Weights() if (self.config.output_attentions if wanted is None else wanted) else None
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if learned positions or a grid have fewer places than this length."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..filters import Filter
-from ..nn import Cache, KernelAttention, SegmentMemory
+from ..nn import Cache, KernelAttention, SegmentMemory, attention_weights
 from ..systems import Attention
 
 Norm = Literal["layer", "rms", "rms-plain"]
@@ -77,6 +78,14 @@ class FeedForward(nn.Module):
         return self.up.out_features * (2 if self.gate is None else 4)
 
 
+@dataclass
+class Weights:
+    """The weights of every layer so far, each [B, H, Q, K]."""
+
+    own: list[Tensor] = field(default_factory=list)
+    cross: list[Tensor] = field(default_factory=list)
+
+
 class Block(GradientCheckpointingLayer):
     """x + attention(norm x), then x + cross-attention(norm x) if any, then x + net(norm x).
 
@@ -121,19 +130,34 @@ class Block(GradientCheckpointingLayer):
         context: Tensor | None = None,
         context_filter: Filter | None = None,
         context_cache: Cache | None = None,
+        weights: Weights | None = None,
     ) -> Tensor:
-        """[B, T, d_model] -> the same."""
+        """[B, T, d_model] -> the same; the attention's weights are added to `weights`."""
         own: dict[str, Any] = {"filter": filter, "cache": cache}
         if isinstance(self.attention, KernelAttention):
             own |= {"token_ids": token_ids, "offset": offset}
-        x = self._sum(x, self.attention_norm, lambda y: self.attention(y, **own))
+
+        def attend(y: Tensor) -> Tensor:
+            if weights is not None:
+                # Before the layer, whose cache then holds y.
+                weights.own.append(attention_weights(self.attention, y, **own))
+            out: Tensor = self.attention(y, **own)
+            return out
+
+        x = self._sum(x, self.attention_norm, attend)
         if self.cross is not None:
             assert context is not None
             assert self.cross_norm is not None
-            cross, seen = self.cross, context_filter
-            x = self._sum(
-                x, self.cross_norm, lambda y: cross(y, context, filter=seen, cache=context_cache)
-            )
+            cross = self.cross
+            towards: dict[str, Any] = {"filter": context_filter, "cache": context_cache}
+
+            def look(y: Tensor) -> Tensor:
+                if weights is not None:
+                    weights.cross.append(attention_weights(cross, y, context, **towards))
+                out: Tensor = cross(y, context, **towards)
+                return out
+
+            x = self._sum(x, self.cross_norm, look)
         return self._sum(x, self.feed_forward_norm, self.feed_forward)
 
     def _sum(self, x: Tensor, norm: nn.Module, inner: Callable[[Tensor], Tensor]) -> Tensor:

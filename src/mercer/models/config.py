@@ -61,6 +61,19 @@ class KernelConfig(PreTrainedConfig):
             raise ValueError(f"{json_file} is nested too deeply to be a config") from None
         return found
 
+    # Transformers allows it for its own attention alone; these models compute the weights aside.
+    @property
+    def output_attentions(self) -> bool:
+        """Whether every call returns the weights of attention."""
+        return bool(self._output_attentions)
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        self._output_attentions = value
+
+    def validate_output_attentions(self) -> None:
+        """All values are allowed."""
+
     def _check(self) -> None:
         check_block(self.norm, self.activation, self.mlp)
         if self.norm_eps is not None and self.norm_eps <= 0:

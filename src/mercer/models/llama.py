@@ -49,7 +49,8 @@ def from_llama(model: Any, **fields: Any) -> KernelLM:
     for name in fields:
         if name not in known:
             raise ValueError(f"a mercer-lm has no field {name!r}; {suggest(name, known)}")
-    new = KernelLM(KernelLMConfig(**(describe(model.config) | fields))).to(model.dtype)
+    new: Any = KernelLM(KernelLMConfig(**(describe(model.config) | fields)))
+    new = new.to(model.dtype)
     try:
         found = new.load_state_dict(_renamed(model), strict=False)
     except RuntimeError as error:
@@ -58,7 +59,8 @@ def from_llama(model: Any, **fields: Any) -> KernelLM:
     if lost or found.unexpected_keys:
         names = ", ".join(sorted([*lost, *found.unexpected_keys])[:3])
         raise ValueError(f"the weights do not fit these fields: {names}")
-    return new.train(model.training)
+    read: KernelLM = new.train(model.training)
+    return read
 
 
 def describe(config: Any) -> dict[str, Any]:

@@ -18,4 +18,5 @@ from .positions import RelativeSinusoid as RelativeSinusoid
 from .positions import Rotary as Rotary
 from .tokens import Taps as Taps
 from .tokens import TokenKernels as TokenKernels
+from .weights import attention_weights as attention_weights
 from .windows import layer_windows as layer_windows
