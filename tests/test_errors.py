@@ -84,6 +84,7 @@ def smooth(kernel=None, q=X, k=X, v=X, **options):
             r"the weight is for 7 heads of \d+ features, but part 'content' has \d+ of",
         ),
         (lambda: mc.Lookup(torch.zeros(4, 8)), r"\[2c \+ 1, D\].* got \[4, 8\]"),
+        (lambda: mc.Lookup(torch.zeros(0, 8), causal=True), r"\[c \+ 1, D\].* got \[0, 8\]"),
         (lambda: mc.Lookup(torch.zeros(3, 8), math.nan), "scale must be a finite number"),
         (lambda: mc.ALiBi([math.nan]), "slopes must be finite"),
         (lambda: mc.Buckets(torch.zeros(7, 2)), "even number of buckets"),

@@ -96,6 +96,17 @@ def lookup(a, q):
     return log
 
 
+def past_lookup(a, q):
+    """The same by a table of the distances from 0 to 3 alone; all others are hidden."""
+    table = a.position.kernel.table
+    assert table.shape == (HEADS, 4, DIM)
+    log = torch.zeros(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    for i in range(LENGTH):
+        for j in range(i + 1):
+            log[:, :, i, j] = (q[:, :, i] * table[:, min(3, i - j)]).sum(-1) / math.sqrt(DIM)
+    return log
+
+
 def dai2019(a, x):
     """((q + u) . k_j + (q + v) . W_R R_{i-j}) / sqrt(D), causal."""
     position = a.position
@@ -146,7 +157,7 @@ SYSTEMS = {
     "shaw2018": ({"max_distance": 3}, lambda a, x: plain(a, x, DIM**-0.5, lookup)),
     "huang2018": (
         {"max_distance": 3},
-        lambda a, x: plain(a, x, DIM**-0.5, lookup, causal),
+        lambda a, x: plain(a, x, DIM**-0.5, past_lookup, causal),
     ),
     "dai2019": ({}, dai2019),
     "child2019": (
@@ -225,6 +236,20 @@ def test_a_decoder_is_the_system_with_a_causal_filter(name):
         close(decoder(x)[:, length - 1], encoder(x[:, :length])[:, -1])
 
 
+def test_every_row_of_huang2018_learns_and_equals_the_whole_table():
+    """The original has rows for earlier keys alone; for later ones no causal layer has a use."""
+    a, whole, x = build("huang2018"), build("huang2018", causal=False), draw()
+    rows = a.position.kernel.table
+    assert torch.autograd.grad(a(x).square().sum(), rows)[0].ne(0).any(-1).all()
+    state = a.state_dict() | {"position.kernel.table": torch.nn.functional.pad(rows, (0, 0, 3, 0))}
+    whole.load_state_dict(state)
+    close(whole(x), a(x))
+    both = systems.build("huang2018", WIDTH, HEADS, filter=mc.Full()).position.kernel.table
+    assert both.shape == (HEADS, 1025, DIM)
+    # A later key, where a filter shows it, has the weight 1.
+    close(whole(x, filter=mc.Full()), a(x, filter=mc.Full()))
+
+
 def test_child2019_has_the_fixed_pattern_too():
     a, x = build("child2019", pattern="fixed", stride=4, summary=2), draw()
     close(a(x), direct_sum(a, x, a.position.embedding.weight, fixed))
@@ -244,7 +269,7 @@ def test_tsai2019multimodal_attends_from_one_modality_to_another():
 
 def test_default_sizes():
     assert systems.build("shaw2018", WIDTH, HEADS).position.kernel.table.shape == (33, DIM)
-    assert systems.build("huang2018", WIDTH, HEADS).position.kernel.table.shape == (2, 1025, DIM)
+    assert systems.build("huang2018", WIDTH, HEADS).position.kernel.table.shape == (2, 513, DIM)
     assert systems.build("dai2019", WIDTH, HEADS).filter == mc.Memory(150)
     assert systems.build("child2019", WIDTH, HEADS).filter == mc.Strided(32)
     assert systems.build("parmar2018", WIDTH, HEADS).filter == mc.Window(256, 0)
@@ -255,7 +280,7 @@ def test_default_sizes():
     [
         ("vaswani2017", {"filter": mc.Window(2, 0)}),
         ("shaw2018", {"value": "content+position"}),
-        ("huang2018", {"filter": mc.Full()}),
+        ("huang2018", {"filter": mc.Window(2, 0)}),
         ("dai2019", {"kernel": mc.RBF(2.0)}),
         ("child2019", {"filter": mc.Causal()}),
         ("parmar2018", {"position": mn.NoPosition(), "value": "content"}),

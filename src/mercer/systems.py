@@ -99,10 +99,17 @@ def shaw2018(
     filter="causal",
 )
 def huang2018(
-    d_model: int, num_heads: int, *, max_distance: int = 512, **options: Any
+    d_model: int,
+    num_heads: int,
+    *,
+    max_distance: int = 512,
+    causal: bool | None = None,
+    **options: Any,
 ) -> KernelAttention:
     """Music Transformer."""
-    position = LookupTable(max_distance, per_head=True)
+    # Its table has no rows for later keys; under another filter they are needed.
+    causal = getattr(options.get("filter"), "causal", True) if causal is None else causal
+    position = LookupTable(max_distance, per_head=True, causal=causal)
     return _attention(d_model, num_heads, options, position=position, filter=Causal())
 
 

@@ -176,3 +176,23 @@ def test_columns_by_name(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": "x", "b": "y"}\n{"a": \n')
     with pytest.raises(data.DataError, match=r"a.jsonl, line 2: not JSON"):
         data.pairs(tmp_path / "a.jsonl", **options)
+
+
+def test_the_tokenizer_ends_a_text_as_encoded_does_and_adds_nothing_else(tmp_path):
+    """One with its own additions, too; the given tokenizer stays as it is."""
+    from tokenizers.processors import TemplateProcessing
+
+    given = data.tokens.spell_bytes({"eos_token": "</s>", "bos_token": "<s>"})
+    given.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", given.bos_token_id)]
+    )
+    made = data.pairs("embedded", tokenizer=given, cache_dir=tmp_path)
+    end, (source, target) = given.eos_token_id, made.valid[0]
+    item = made.encoded("valid")[0]
+    assert made.tokenizer(source)["input_ids"] == item["input_ids"].tolist()
+    assert made.tokenizer(text_target=target)["input_ids"] == item["labels"].tolist()
+    assert made.tokenizer("ab", "c")["input_ids"] == [97, 98, end, 99, end]
+    assert given("a")["input_ids"] == [given.bos_token_id, 97]
+    made.tokenizer.save_pretrained(tmp_path / "saved")
+    loaded = data.tokens.load(tmp_path / "saved")
+    assert loaded(source)["input_ids"] == item["input_ids"].tolist()

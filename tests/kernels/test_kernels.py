@@ -149,6 +149,9 @@ WEIGHTS = {
     "cosine": lambda _, q, k, i, j, h: cosine(q.content, k.content, 3.0),
     "lookup": lambda u, q, k, i, j, h: lookup(u.table.tolist(), q.content, i - j, root),
     "lookup-per-head": lambda u, q, k, i, j, h: lookup(u.table[h].tolist(), q.content, i - j, 0.5),
+    "lookup-causal": lambda u, q, k, i, j, h: (
+        1.0 if j > i else lookup([*[[]] * 3, *u.table.tolist()], q.content, i - j, root)
+    ),
     "relative-sinusoid": lambda _, q, k, i, j, h: sinusoid(q.relative, i - j),
     "alibi": lambda _, q, k, i, j, h: math.exp(-slope(h) * abs(i - j)),
     "buckets": lambda u, q, k, i, j, h: both_ways(u.table.tolist(), i - j, h),

@@ -67,6 +67,13 @@ def test_flops_by_hand():
     shaw = presets.lm("tiny", system="shaw2018", vocab_size=100)
     more = count(shaw, LENGTH).flops_per_token - count(config, LENGTH).flops_per_token
     assert more == 3 * 2 * 2 * 2 * 33 * 32
+    # A causal table has the distances from 0 to 512 alone, for each head.
+    huang = presets.lm("tiny", system="huang2018", vocab_size=100)
+    more = count(huang, LENGTH).flops_per_token - count(config, LENGTH).flops_per_token
+    assert more == 3 * 2 * 2 * 2 * 513 * 32
+    assert count(huang, LENGTH).parameters["kernel"] == 2 * 2 * 513 * 32
+    seen = count(presets.vit("tiny", system="huang2018")).parameters["kernel"]
+    assert seen == 2 * 2 * 1025 * 32
     # Three taps on the values.
     tokens = presets.lm("tiny", system="leng2026", vocab_size=100)
     base = presets.lm("tiny", system="vaswani2017", vocab_size=100)

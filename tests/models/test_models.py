@@ -248,6 +248,16 @@ def test_the_adaptive_softmax_is_a_distribution():
     torch.testing.assert_close(untied(ids).logits.exp().sum(-1), torch.ones(2, 11))
 
 
+def test_the_adaptive_softmax_keeps_the_dtype_of_a_float64_model():
+    model, ids = make("adaptive softmax", dtype=torch.float64), draw()
+    out = model(ids, labels=ids)
+    assert out.logits.dtype == out.loss.dtype == torch.float64
+    torch.testing.assert_close(
+        out.logits.exp().sum(-1), torch.ones(2, 11).double(), rtol=0, atol=1e-13
+    )
+    assert make("adaptive softmax", dtype=torch.bfloat16)(ids).logits.dtype == torch.float32
+
+
 def test_tied_and_untied_embeddings():
     tied, untied = make(), make(tie_word_embeddings=False)
     assert tied.head.weight is tied.embed.weight

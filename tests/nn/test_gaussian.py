@@ -574,7 +574,7 @@ def test_the_report_of_a_model_has_every_layer_and_head():
 
 
 def test_the_report_of_a_model_needs_whole_sequences_and_gaussian_attention():
-    with pytest.raises(ValueError, match="no GaussianAttention in Linear"):
+    with pytest.raises(ValueError, match="no kernel with a bandwidth in Linear"):
         mn.gaussian_report(torch.nn.Linear(2, 2), torch.zeros(1, 2))
     model, x, cache = Block(None), draw(dtype=torch.float32), mn.Cache()
     model(x[:, :4], cache=cache)

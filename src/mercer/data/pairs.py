@@ -62,7 +62,10 @@ class Pairs(Sequence[Pair]):
 
 @dataclass(frozen=True, kw_only=True)
 class PairData:
-    """A parallel corpus with a tokenizer for both sides; `test` is None where there is none."""
+    """A parallel corpus with a tokenizer for both sides; `test` is None where there is none.
+
+    The tokenizer is a copy of the given one that ends a text with its end token, as `encoded` does.
+    """
 
     train: Pairs
     valid: Pairs
@@ -181,6 +184,7 @@ def pairs(
         raise ValueError("a tokenizer for pairs must have an end token (eos_token), but has none")
     if chosen.pad_token_id is None:
         chosen.pad_token = chosen.eos_token
+    chosen = tokens.close(chosen)
     return PairData(**splits, tokenizer=chosen, source=name, cache_dir=folder)
 
 

@@ -7,6 +7,7 @@ always a fast tokenizer of transformers, so it can be saved beside a model.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -74,6 +75,18 @@ def wrap(backend: Any, specials: dict[str, str]) -> Any:
         clean_up_tokenization_spaces=False,
         **specials,
     )
+
+
+def close(tokenizer: Any) -> Any:
+    """A copy that ends every text with its end token, and adds nothing else."""
+    tokenizers = need("tokenizers")
+    closed, end = copy.deepcopy(tokenizer), tokenizer.eos_token
+    closed.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=["$A", end],
+        pair=["$A", end, "$B", end],
+        special_tokens=[(end, tokenizer.eos_token_id)],
+    )
+    return closed
 
 
 def _byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:

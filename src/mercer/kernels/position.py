@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..memory.constants import constant
@@ -40,7 +41,11 @@ class Positional(Kernel):
 
 
 class Lookup(Positional):
-    """exp(scale <q_i, a_{clip(i - j, -c, c)}>), scale 1/sqrt(D) by default."""
+    """exp(scale <q_i, a_{clip(i - j, -c, c)}>), scale 1/sqrt(D) by default.
+
+    With `causal` the table holds the distances from 0 to c alone, distance d in row d, and a key
+    after the query has weight 1.
+    """
 
     entry = Entry(
         kind="table",
@@ -49,16 +54,26 @@ class Lookup(Positional):
         examples={
             "lookup": lambda h, d: Lookup(normal(5, d)),
             "lookup-per-head": lambda h, d: Lookup(normal(h, 7, d), scale=0.5),
+            "lookup-causal": lambda h, d: Lookup(normal(4, d), causal=True),
         },
     )
 
     table: Tensor
 
-    def __init__(self, table: Tensor, scale: float | None = None, on: str = "content") -> None:
+    def __init__(
+        self,
+        table: Tensor,
+        scale: float | None = None,
+        on: str = "content",
+        *,
+        causal: bool = False,
+    ) -> None:
         super().__init__()
-        if table.dim() not in (2, 3) or table.shape[-2] % 2 == 0:
+        count = table.shape[-2] if table.dim() in (2, 3) else 0
+        if not count or (not causal and count % 2 == 0):
+            rows, zero = ("c + 1", 0) if causal else ("2c + 1", "c")
             raise ValueError(
-                "table must be [2c + 1, D] or [H, 2c + 1, D], with distance 0 in row c, "
+                f"table must be [{rows}, D] or [H, {rows}, D], with distance 0 in row {zero}, "
                 f"got {list(table.shape)}"
             )
         if scale is not None and not is_finite(scale):
@@ -66,6 +81,7 @@ class Lookup(Positional):
         self.keep("table", table)
         self.scale = scale
         self.on = on
+        self.causal = causal
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         scores = self.scores(q)  # [B, H, Q, 2c + 1]
@@ -94,7 +110,17 @@ class Lookup(Positional):
             )
         scale = default_scale(q.shape[-1]) if self.scale is None else self.scale
         rows = scale * self.table.to(accumulator(q.dtype))
-        return QueryTable(q=q, rows=rows if rows.dim() == 3 else rows[None])
+        rows = rows if rows.dim() == 3 else rows[None]
+        if not self.causal:
+            return QueryTable(q=q, rows=rows)
+        if rows.shape[-2] == 1:
+            # One table for both sides needs a row for each.
+            rows = rows.expand(-1, 2, -1)
+        # Rows of zeros for the distances below 0, where they are asked for.
+        return QueryTable(
+            q=q, clip=rows.shape[-2] - 1, form=lambda first: F.pad(rows, (0, 0, -first, 0)),
+            source=rows,
+        )  # fmt: skip
 
     @property
     def formula(self) -> str:

@@ -12,6 +12,8 @@ from . import count as count
 from . import presets as presets
 from .cache import KernelCache as KernelCache
 from .grouping import groups as groups
+from .images import KernelImageProcessor as KernelImageProcessor
+from .llama import from_llama as from_llama
 from .lm import KernelLM as KernelLM
 from .lm_config import KernelLMConfig as KernelLMConfig
 from .translator import KernelTranslator as KernelTranslator
@@ -29,6 +31,10 @@ def _register() -> None:
     for auto, config, model in models:
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         auto.register(config, model, exist_ok=True)
+    # The same with and without torchvision.
+    transformers.AutoImageProcessor.register(
+        KernelViTConfig, KernelImageProcessor, KernelImageProcessor, exist_ok=True
+    )
 
 
 _register()

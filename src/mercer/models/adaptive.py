@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..term.layout import accumulator
+
 
 def split_vocabulary(
     vocab_size: int, d_model: int, cutoffs: Sequence[int], div: int
@@ -123,7 +125,12 @@ class AdaptiveSoftmax(nn.Module):
 
     def _head(self, x: Tensor, tables: nn.ModuleList | None) -> Tensor:
         scores = torch.cat([F.linear(x, self._table(0, tables)), self.cluster(x)], -1)
-        return scores.float().log_softmax(-1)
+        return _log_softmax(scores)
 
     def _tail(self, x: Tensor, n: int, tables: nn.ModuleList | None) -> Tensor:
-        return F.linear(self.down[n - 1](x), self._table(n, tables)).float().log_softmax(-1)
+        return _log_softmax(F.linear(self.down[n - 1](x), self._table(n, tables)))
+
+
+def _log_softmax(scores: Tensor) -> Tensor:
+    """In float32, or in float64 if the scores are."""
+    return scores.to(accumulator(scores.dtype)).log_softmax(-1)

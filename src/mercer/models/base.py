@@ -11,19 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 
 from ..filters import Documents, Filter
 from ..nn import KernelAttention, Learned, Sinusoid, TokenKernels
-from .block import Block, is_known, leading_zeros, make_norm
+from .block import Block, Weights, is_known, leading_zeros, make_norm
 from .cache import KernelCache
 from .config import KernelConfig
 from .parts import Parts, Place, build, most_places
+from .saved import LOADER, write_card, write_loader
 from .starts import restart
 
 # How often each block may be recompiled: other lengths, with and without gradients, and so on.
 VARIANTS = 4
+# How many tokens `generate` adds where no number is given.
+MOST_NEW = 256
 
 
 class KernelModel(PreTrainedModel):
@@ -61,9 +64,17 @@ class KernelModel(PreTrainedModel):
         return (model, info) if told else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, but the weights can be read by those who can read the config."""
-        super().save_pretrained(save_directory, *args, **kwargs)
+        """As in transformers, with how to load it; weights can be read where the config can."""
+        self.config.auto_map = {"AutoConfig": f"{LOADER}.{type(self.config).__name__}"}
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            # It belongs to the file beside the config, which the config alone does not have.
+            del self.config.auto_map
         folder = Path(save_directory)
+        if (folder / "config.json").is_file():
+            write_loader(folder, self.config)
+            write_card(folder, self.config)
         # safetensors makes files for their owner alone; the config follows the umask.
         if (folder / "config.json").is_file():
             for file in folder.glob("*.safetensors"):
@@ -107,6 +118,8 @@ class KernelModel(PreTrainedModel):
             dropout=config.dropout,
             activation_dropout=config.activation_dropout,
             pre_norm=config.pre_norm,
+            mlp=config.mlp,
+            norm_eps=config.norm_eps,
             cross=cross,
         )
         scales = {"scaled": (2 * config.num_layers) ** -0.5, "zero": 0.0, "plain": 1.0}
@@ -139,7 +152,11 @@ class KernelModel(PreTrainedModel):
         config = self.config
         if not config.pre_norm:
             return nn.Identity()
-        return make_norm(config.norm, config.d_model, config.bias)
+        return make_norm(config.norm, config.d_model, config.bias, config.norm_eps)
+
+    def new_weights(self, wanted: bool | None) -> Weights | None:
+        """Where blocks put the weights of attention; None if they are not wanted."""
+        return Weights() if (self.config.output_attentions if wanted is None else wanted) else None
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if learned positions or a grid have fewer places than this length."""
@@ -195,6 +212,28 @@ class Decoding(GenerationMixin):
         theirs._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
+
+    def set_generation_defaults(self) -> None:
+        """Start, end and padding, and how many tokens where no end comes."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        end = config.eos_token_id
+        first = end[0] if isinstance(end, list) else end
+        self.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id,
+            eos_token_id=end,
+            pad_token_id=first if config.pad_token_id is None else config.pad_token_id,
+            decoder_start_token_id=getattr(config, "decoder_start_token_id", None),
+            max_new_tokens=min(MOST_NEW, config.context_length),
+        )
+
+    def _prepare_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        theirs: Any = super()
+        prepared = theirs._prepare_generated_length(generation_config, *args, **kwargs)
+        places = self.most_places  # type: ignore[attr-defined]
+        if places and prepared.max_new_tokens == self.generation_config.max_new_tokens:
+            # Not asked for by the caller, so it ends with the places of the positions.
+            prepared.max_length = min(prepared.max_length, places)
+        return prepared
 
     def new_cache(self) -> KernelCache:
         """An empty cache, for `past_key_values`."""

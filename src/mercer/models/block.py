@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..filters import Filter
-from ..nn import Cache, KernelAttention, SegmentMemory
+from ..nn import Cache, KernelAttention, SegmentMemory, attention_weights
 from ..systems import Attention
 
 Norm = Literal["layer", "rms", "rms-plain"]
 Activation = Literal["relu", "gelu", "relu2", "silu"]
+Mlp = Literal["plain", "gated"]
 NORMS = ("layer", "rms", "rms-plain")
+MLPS = ("plain", "gated")
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -36,27 +39,51 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def make_norm(kind: Norm, width: int, bias: bool) -> nn.Module:
+def make_norm(kind: Norm, width: int, bias: bool, eps: float | None = None) -> nn.Module:
     """A layer norm, or an RMS norm with or without weights."""
     if kind == "layer":
-        return nn.LayerNorm(width, bias=bias)
-    return nn.RMSNorm(width, eps=1e-6, elementwise_affine=kind == "rms")
+        return nn.LayerNorm(width, eps=1e-5 if eps is None else eps, bias=bias)
+    eps = 1e-6 if eps is None else eps
+    return nn.RMSNorm(width, eps=eps, elementwise_affine=kind == "rms")
 
 
 class FeedForward(nn.Module):
-    """W_2 f(W_1 x)."""
+    """W_2 f(W_1 x); gated, W_2 (f(W_3 x) * W_1 x)."""
 
     def __init__(
-        self, d_model: int, d_ff: int, activation: Activation, bias: bool, dropout: float
+        self,
+        d_model: int,
+        d_ff: int,
+        activation: Activation,
+        bias: bool,
+        dropout: float,
+        *,
+        gated: bool = False,
     ) -> None:
         super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=bias) if gated else None
         self.up = nn.Linear(d_model, d_ff, bias=bias)
         self.down = nn.Linear(d_ff, d_model, bias=bias)
         self.activation = ACTIVATIONS[activation]
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.dropout(self.activation(self.up(x))))
+        if self.gate is None:
+            return self.down(self.dropout(self.activation(self.up(x))))
+        return self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))
+
+    @property
+    def kept(self) -> int:
+        """Numbers that the backward reads, for each token: what each product and f was given."""
+        return self.up.out_features * (2 if self.gate is None else 4)
+
+
+@dataclass
+class Weights:
+    """The weights of every layer so far, each [B, H, Q, K]."""
+
+    own: list[Tensor] = field(default_factory=list)
+    cross: list[Tensor] = field(default_factory=list)
 
 
 class Block(GradientCheckpointingLayer):
@@ -76,16 +103,20 @@ class Block(GradientCheckpointingLayer):
         dropout: float,
         activation_dropout: float = 0.0,
         pre_norm: bool = True,
+        mlp: Mlp = "plain",
+        norm_eps: float | None = None,
         cross: KernelAttention | None = None,
     ) -> None:
         super().__init__()
         d_model = attention.d_model
         self.pre_norm = pre_norm
         self.attention, self.cross = attention, cross
-        self.attention_norm = make_norm(norm, d_model, bias)
-        self.cross_norm = make_norm(norm, d_model, bias) if cross is not None else None
-        self.feed_forward = FeedForward(d_model, d_ff, activation, bias, activation_dropout)
-        self.feed_forward_norm = make_norm(norm, d_model, bias)
+        self.attention_norm = make_norm(norm, d_model, bias, norm_eps)
+        self.cross_norm = make_norm(norm, d_model, bias, norm_eps) if cross is not None else None
+        self.feed_forward = FeedForward(
+            d_model, d_ff, activation, bias, activation_dropout, gated=mlp == "gated"
+        )
+        self.feed_forward_norm = make_norm(norm, d_model, bias, norm_eps)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -99,19 +130,34 @@ class Block(GradientCheckpointingLayer):
         context: Tensor | None = None,
         context_filter: Filter | None = None,
         context_cache: Cache | None = None,
+        weights: Weights | None = None,
     ) -> Tensor:
-        """[B, T, d_model] -> the same."""
+        """[B, T, d_model] -> the same; the attention's weights are added to `weights`."""
         own: dict[str, Any] = {"filter": filter, "cache": cache}
         if isinstance(self.attention, KernelAttention):
             own |= {"token_ids": token_ids, "offset": offset}
-        x = self._sum(x, self.attention_norm, lambda y: self.attention(y, **own))
+
+        def attend(y: Tensor) -> Tensor:
+            if weights is not None:
+                # Before the layer, whose cache then holds y.
+                weights.own.append(attention_weights(self.attention, y, **own))
+            out: Tensor = self.attention(y, **own)
+            return out
+
+        x = self._sum(x, self.attention_norm, attend)
         if self.cross is not None:
             assert context is not None
             assert self.cross_norm is not None
-            cross, seen = self.cross, context_filter
-            x = self._sum(
-                x, self.cross_norm, lambda y: cross(y, context, filter=seen, cache=context_cache)
-            )
+            cross = self.cross
+            towards: dict[str, Any] = {"filter": context_filter, "cache": context_cache}
+
+            def look(y: Tensor) -> Tensor:
+                if weights is not None:
+                    weights.cross.append(attention_weights(cross, y, context, **towards))
+                out: Tensor = cross(y, context, **towards)
+                return out
+
+            x = self._sum(x, self.cross_norm, look)
         return self._sum(x, self.feed_forward_norm, self.feed_forward)
 
     def _sum(self, x: Tensor, norm: nn.Module, inner: Callable[[Tensor], Tensor]) -> Tensor:
@@ -126,8 +172,10 @@ class Block(GradientCheckpointingLayer):
         return last if self.cross is None else [*last, self.cross.out]
 
 
-def check_block(norm: object, activation: object) -> None:
+def check_block(norm: object, activation: object, mlp: object) -> None:
     """Raise ValueError for an unknown name."""
+    if mlp not in MLPS:
+        raise ValueError(f"mlp must be one of {', '.join(MLPS)}, got {mlp!r}")
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
     if activation not in ACTIVATIONS:

@@ -41,12 +41,17 @@ class KernelConfig(PreTrainedConfig):
     """What the configs of all models have in common."""
 
     def __init__(self, **kwargs: Any) -> None:
+        kwargs.pop("auto_map", None)
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
         # Before transformers' own checks, which divide by the heads.
         self._check()
         super().__init__(**kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: transformers would copy the source of the class into every saved folder."""
 
     @classmethod
     def _dict_from_json_file(cls, json_file: Any) -> dict[str, Any]:
@@ -56,8 +61,23 @@ class KernelConfig(PreTrainedConfig):
             raise ValueError(f"{json_file} is nested too deeply to be a config") from None
         return found
 
+    # Transformers allows it for its own attention alone; these models compute the weights aside.
+    @property
+    def output_attentions(self) -> bool:
+        """Whether every call returns the weights of attention."""
+        return bool(self._output_attentions)
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        self._output_attentions = value
+
+    def validate_output_attentions(self) -> None:
+        """All values are allowed."""
+
     def _check(self) -> None:
-        check_block(self.norm, self.activation)
+        check_block(self.norm, self.activation, self.mlp)
+        if self.norm_eps is not None and self.norm_eps <= 0:
+            raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
         check_whole(d_model=self.d_model, num_heads=self.num_heads, d_ff=self.d_ff)
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide into {self.num_heads} heads")

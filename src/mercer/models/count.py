@@ -92,7 +92,7 @@ def count(model: PreTrainedModel | PreTrainedConfig, length: int | None = None) 
     forward = sum(_linear(m, length, config) for m in model.modules())
     forward += sum(_attention(layer, length, _segments(config, length)) for layer in layers)
     nets = [m for m in model.modules() if isinstance(m, FeedForward)]
-    kept = sum(8 * m.d_model for m in layers) + sum(2 * m.up.out_features for m in nets)
+    kept = sum(8 * m.d_model for m in layers) + sum(m.kept for m in nets)
     return Count(
         parameters=count_parameters(model),
         flops_per_token=FORWARD_AND_BACKWARD * forward,

@@ -15,7 +15,7 @@ from ..filters import Filter, Window
 from ..nn import SegmentMemory, layer_windows
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
-from .block import Block, norm_of
+from .block import Block, Weights, norm_of
 from .cache import KernelCache
 from .config import token_kernels
 from .filters import with_padding
@@ -76,6 +76,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         self.norm = self.make_last_norm()
         self.dropout = nn.Dropout(config.dropout)
         self.post_init()
+        self.set_generation_defaults()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -107,6 +108,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         memory: Sequence[SegmentMemory] | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token at every place, [B, T, vocab], and the loss if labels are given.
@@ -121,15 +123,20 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         else:
             cache = self.choose_cache(past_key_values, use_cache, labels)
         length = self.config.segment_length
-        keep = bool(output_hidden_states)
+        keep, weights = bool(output_hidden_states), self.new_weights(output_attentions)
         if (
             length is None
             or cache is not None
             or memory is not None
             or input_ids.shape[1] <= length
         ):
-            hidden = self._states(input_ids, attention_mask, cache, memory, keep)
+            hidden = self._states(input_ids, attention_mask, cache, memory, keep, weights)
         else:
+            if weights is not None:
+                raise ValueError(
+                    f"output_attentions needs one segment, at most {length} tokens, since each "
+                    f"sees other keys, got {input_ids.shape[1]}: give segments with a memory"
+                )
             memory = self.new_memory(self.config.memory_length or length)
             self._check_memory(memory, attention_mask, False)
             parts = input_ids.split(length, 1)
@@ -139,6 +146,8 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         out: dict[str, Any] = {"loss": loss, "logits": logits, "past_key_values": cache}
         if output_hidden_states:
             out["hidden_states"] = tuple(hidden)
+        if weights is not None:
+            out["attentions"] = tuple(weights.own)
         return CausalLMOutputWithPast(**out)
 
     def _states(
@@ -148,6 +157,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         cache: KernelCache | None,
         memory: Sequence[SegmentMemory] | None,
         keep: bool,
+        weights: Weights | None = None,
     ) -> list[Tensor]:
         """The states after the last block, [B, T, d_model]; with `keep`, after all earlier ones."""
         before = self._seen(cache, memory)
@@ -168,6 +178,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
                 cache=remembered,
                 token_ids=input_ids,
                 offset=offset,
+                weights=weights,
             )
             if keep:
                 hidden.append(x)

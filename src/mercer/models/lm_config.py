@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .block import Activation, Norm
+from .block import Activation, Mlp, Norm
 from .config import (
     PARTS,
     Each,
@@ -29,8 +29,10 @@ class KernelLMConfig(KernelConfig):
             list with one for each.
         num_kv_heads: fewer heads for keys and values.
         norm: "layer", "rms", or "rms-plain" for a division by the root mean square without weights.
+        norm_eps: what a norm adds to the mean square; by default 1e-6, in a layer norm 1e-5.
         pre_norm: norms before each sub-layer, or after each sum.
         activation: "relu", "gelu", "relu2" (its square) or "silu".
+        mlp: "plain", or "gated" for a feed-forward net W_2 (f(W_3 x) * W_1 x); with "silu", SwiGLU.
         bias: whether linear maps and layer norms have one.
         normalize: divide q and k by their root mean square per head, after a rotation.
         value_embeddings: on every second layer, the last included, a vector of the token is added
@@ -79,8 +81,10 @@ class KernelLMConfig(KernelConfig):
         filter: Each = None,
         num_kv_heads: int | None = None,
         norm: Norm = "layer",
+        norm_eps: float | None = None,
         pre_norm: bool = True,
         activation: Activation = "gelu",
+        mlp: Mlp = "plain",
         bias: bool = False,
         normalize: bool = False,
         value_embeddings: bool = False,
@@ -111,6 +115,7 @@ class KernelLMConfig(KernelConfig):
         self.vocab_size, self.d_model, self.num_heads = vocab_size, d_model, num_heads
         self.num_layers, self.context_length = num_layers, context_length
         self.d_ff = 4 * d_model if d_ff is None else d_ff
+        self.mlp, self.norm_eps = mlp, norm_eps
         self.system, self.kernel, self.position = system, kernel, position
         self.value, self.filter = value, filter
         self.system_options = {} if system_options is None else system_options

@@ -202,6 +202,8 @@ def _fit(base: str | None, options: dict[str, Any], place: Place) -> dict[str, A
     """Sizes of positions that follow from the sizes of the model."""
     if base == "child2019":
         return {"max_length": place.max_length} | options
+    if base == "huang2018":
+        return {"causal": place.role == "decoder"} | options
     if base == "dai2019" and place.memory is not None:
         return {"memory": place.memory} | options
     if base == "parmar2018":
@@ -301,7 +303,7 @@ def cost_of(layer: Attention) -> Cost:
     scored = [bias for term in terms for bias in term.biases if isinstance(bias, QueryTable)]
     return Cost(
         sum(width(term) + v.shape[-1] for term in terms),
-        sum(bias.rows[0].numel() for bias in scored),
+        sum((b.past() if layer.filter.causal else b.rows)[0].numel() for b in scored),
     )
 
 

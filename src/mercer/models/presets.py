@@ -184,6 +184,9 @@ def vit(name: str = "tiny", *, system: str | None = None, **overrides: Any) -> K
         fields["position"] = "grid"
     elif systems.is_gaussian(system):
         fields["input_position"] = "learned"
+    if "id2label" in overrides:
+        # The names say how many classes there are.
+        fields.pop("num_labels", None)
     return KernelViTConfig(**_with(KernelViTConfig, fields, system, None, overrides))
 
 

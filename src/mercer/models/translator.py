@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 from ..filters import Filter, Padding
 from ..nn import KernelAttention
 from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
-from .block import Block
+from .block import Block, Weights
 from .cache import KernelCache
 from .config import token_kernels
 from .filters import join, with_padding
@@ -52,9 +52,11 @@ class Encoder(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
+        weights = Weights() if output_attentions else None
         padding = read_lengths(attention_mask, input_ids.shape)
         if padding is not None and attention_mask is not None:
             order = (attention_mask == 0).int().argsort(dim=1, stable=True)
@@ -69,10 +71,12 @@ class Encoder(nn.Module):
                 x,
                 filter=None if padding is None else join(own, padding),
                 token_ids=input_ids,
+                weights=weights,
             )
             hidden.append(x)
         every: Any = tuple(hidden) if output_hidden_states else None
-        return BaseModelOutput(last_hidden_state=self.norm(x), hidden_states=every)
+        seen: Any = None if weights is None else tuple(weights.own)
+        return BaseModelOutput(last_hidden_state=self.norm(x), hidden_states=every, attentions=seen)
 
 
 class KernelTranslator(KernelModel, Decoding, GenerationMixin):
@@ -106,6 +110,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
+        self.set_generation_defaults()
 
     def place(self, role: Role, layer: int, owner: Any) -> Place:
         """The sizes and options of a layer; `owner` holds the token kernels."""
@@ -160,6 +165,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         """Logits of the next token of the target at every place, and the loss if labels are given.
@@ -167,12 +173,15 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         Labels [B, T] are the target with its end; -100 is left out. The decoder reads them one
         place to the right, unless `decoder_input_ids` are given.
         """
+        weights = self.new_weights(output_attentions)
         if encoder_outputs is None:
             if input_ids is None:
                 raise ValueError("a translator needs input_ids, or the encoder_outputs of a source")
             check_ids(input_ids, self.config.vocab_size)
             self.check_length(input_ids.shape[1])
-            encoder_outputs = self.encoder(input_ids, attention_mask)
+            encoder_outputs = self.encoder(
+                input_ids, attention_mask, output_attentions=weights is not None
+            )
         source = encoder_outputs[0]
         if decoder_input_ids is None:
             if labels is None:
@@ -180,7 +189,9 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         check_ids(decoder_input_ids, self.config.vocab_size, "decoder_input_ids")
         cache = self.choose_cache(past_key_values, use_cache, labels)
-        x = self._decode(decoder_input_ids, decoder_attention_mask, source, attention_mask, cache)
+        x = self._decode(
+            decoder_input_ids, decoder_attention_mask, source, attention_mask, cache, weights
+        )
         loss, logits = self.read_out(x, labels, logits_to_keep, kwargs.get("num_items_in_batch"))
         out: dict[str, Any] = {
             "loss": loss,
@@ -190,6 +201,10 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         }
         if output_hidden_states:
             out["decoder_hidden_states"] = (self.norm(x),)
+        if weights is not None:
+            out["encoder_attentions"] = getattr(encoder_outputs, "attentions", None)
+            out["decoder_attentions"] = tuple(weights.own)
+            out["cross_attentions"] = tuple(weights.cross)
         return Seq2SeqLMOutput(**out)
 
     def read_out(
@@ -210,6 +225,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         source: Tensor,
         source_mask: Tensor | None,
         cache: KernelCache | None,
+        weights: Weights | None = None,
     ) -> Tensor:
         before = 0 if cache is None else cache.get_seq_length()
         self.check_length(before + ids.shape[1])
@@ -229,6 +245,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
                 context=source,
                 context_filter=None if hidden is None else join(block.cross.filter, hidden),
                 context_cache=None if cache is None else cache.cross[n],
+                weights=weights,
             )
         return x
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .block import Activation, Norm
+from .block import Activation, Mlp, Norm
 from .config import (
     PARTS,
     Each,
@@ -64,8 +64,10 @@ class KernelTranslatorConfig(KernelConfig):
         cross_attention: Mapping[str, Any] | None = None,
         num_kv_heads: int | None = None,
         norm: Norm = "layer",
+        norm_eps: float | None = None,
         pre_norm: bool = True,
         activation: Activation = "relu",
+        mlp: Mlp = "plain",
         bias: bool = False,
         normalize: bool = False,
         input_position: str | None = None,
@@ -88,6 +90,7 @@ class KernelTranslatorConfig(KernelConfig):
         self.vocab_size, self.d_model, self.num_heads = vocab_size, d_model, num_heads
         self.encoder_layers, self.decoder_layers = encoder_layers, decoder_layers
         self.d_ff = 4 * d_model if d_ff is None else d_ff
+        self.mlp, self.norm_eps = mlp, norm_eps
         self.context_length = context_length
         self.system, self.kernel, self.position = system, kernel, position
         self.value, self.filter = value, filter

@@ -78,10 +78,11 @@ class KernelViT(KernelModel):
         pixel_values: Tensor,
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> ImageClassifierOutput:
         """[B, C, height, width] -> [B, num_labels], and the loss if labels [B] are given."""
-        config = self.config
+        config, weights = self.config, self.new_weights(output_attentions)
         wanted = (config.num_channels, config.image_size, config.image_size)
         if pixel_values.dim() != 4 or pixel_values.shape[1:] != wanted:
             raise ValueError(
@@ -94,12 +95,14 @@ class KernelViT(KernelModel):
         x = self.dropout(embed_places(self.input_position, x, 0, None))
         hidden = [x]
         for block in self.blocks:
-            x = block(x)
+            x = block(x, weights=weights)
             hidden.append(x)
         loss, logits = self.read_out(x, labels)
         out: dict[str, Any] = {"loss": loss, "logits": logits}
         if output_hidden_states:
             out["hidden_states"] = tuple(hidden)
+        if weights is not None:
+            out["attentions"] = tuple(weights.own)
         return ImageClassifierOutput(**out)
 
     def read_out(self, x: Tensor, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .block import Activation, Norm
+from .block import Activation, Mlp, Norm
 from .config import (
     PARTS,
     Each,
@@ -57,8 +57,10 @@ class KernelViTConfig(KernelConfig):
         filter: Each = None,
         num_kv_heads: int | None = None,
         norm: Norm = "layer",
+        norm_eps: float | None = None,
         pre_norm: bool = True,
         activation: Activation = "gelu",
+        mlp: Mlp = "plain",
         bias: bool = True,
         normalize: bool = False,
         input_position: str | None = None,
@@ -75,6 +77,7 @@ class KernelViTConfig(KernelConfig):
         self.num_channels, self.pooling = num_channels, pooling
         self.d_model, self.num_layers, self.num_heads = d_model, num_layers, num_heads
         self.d_ff = 4 * d_model if d_ff is None else d_ff
+        self.mlp, self.norm_eps = mlp, norm_eps
         self.system, self.kernel, self.position = system, kernel, position
         self.value, self.filter = value, filter
         self.system_options = {} if system_options is None else system_options

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -88,6 +90,17 @@ class Cache:
                 "tokens: token kernels need the ids of all keys"
             )
         return self._token_ids.tensor
+
+    def copy(self) -> Cache:
+        """The same keys and values in a cache that continues independently."""
+        other = copy.copy(self)
+        other._keys = {name: Growing(x.tensor, x.dim) for name, x in self._keys.items()}
+        for name in ("_values", "_token_ids"):
+            held: Growing | None = getattr(self, name)
+            setattr(other, name, None if held is None else Growing(held.tensor, held.dim))
+        # Computed again from the keys.
+        other.convolved = Convolved()
+        return other
 
     def hold(self, keys: Features, values: Tensor) -> None:
         """Set the keys and values of a context, which do not grow."""

@@ -299,38 +299,6 @@ def spread(head_dim: int, num_heads: int) -> list[float]:
     return [centre * SPREAD ** (2 * h / (num_heads - 1) - 1) for h in range(num_heads)]
 
 
-def gaussian_report(model: nn.Module, *args: object, **kwargs: object) -> Report:
-    """The report of every `GaussianAttention` in a model, from one call model(*args, **kwargs)."""
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, GaussianAttention)]
-    if not layers:
-        raise ValueError(f"there is no GaussianAttention in {type(model).__name__}")
-    found: list[Report] = []
-
-    def look(name: str) -> object:
-        def hook(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
-            assert isinstance(layer, GaussianAttention)
-            cache, filter, x = kwargs.get("cache"), kwargs.get("filter"), kwargs.get("x", *args)
-            if isinstance(cache, Cache | SegmentMemory) and cache.length:
-                raise ValueError("the report needs whole sequences: call the model without a cache")
-            assert isinstance(x, Tensor)
-            assert filter is None or isinstance(filter, Filter)
-            found.append(layer.report(x, filter=filter).named(name))
-
-        return hook
-
-    hooks = [
-        layer.register_forward_pre_hook(look(name or type(layer).__name__), with_kwargs=True)  # type: ignore[arg-type]
-        for name, layer in layers
-    ]
-    try:
-        with torch.no_grad():
-            model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return Report(tuple(head for report in found for head in report))
-
-
 def _bounds(head_dim: int, start: tuple[float, ...]) -> tuple[float, float]:
     """The logarithms between which bandwidths stay."""
     centre, reach = 0.5 * math.log(head_dim), math.log(BOUND)

@@ -80,23 +80,29 @@ class DirectSum(Position):
 
 
 class LookupTable(Position):
-    """L(i - j, f_q) k(f_q, f_k), with L = exp(<f_q W_q, a_{i-j}> / sqrt(D)) (Eq. 6)."""
+    """L(i - j, f_q) k(f_q, f_k), with L = exp(<f_q W_q, a_{i-j}> / sqrt(D)) (Eq. 6).
+
+    causal: for layers that see no later key: the table has the distances from 0 on alone.
+    """
 
     symmetric = False
 
-    def __init__(self, max_distance: int = 16, *, per_head: bool = False) -> None:
+    def __init__(
+        self, max_distance: int = 16, *, per_head: bool = False, causal: bool = False
+    ) -> None:
         super().__init__()
         check_whole(max_distance=max_distance)
         if max_distance < 0:
             raise ValueError(f"max_distance must be at least 0, got {max_distance}")
         self.max_distance = max_distance
-        self.per_head = per_head
+        self.per_head, self.causal = per_head, causal
 
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
         super().setup(d_model, num_heads, head_dim)
-        rows = 2 * self.max_distance + 1
+        rows = (1 if self.causal else 2) * self.max_distance + 1
         shape = (num_heads, rows, head_dim) if self.per_head else (rows, head_dim)
-        self.kernel = Lookup(nn.Parameter(torch.randn(shape) * head_dim**-0.5))
+        table = nn.Parameter(torch.randn(shape) * head_dim**-0.5)
+        self.kernel = Lookup(table, causal=self.causal)
 
 
 class RelativeSinusoid(Position):

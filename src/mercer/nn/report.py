@@ -34,18 +34,21 @@ class Head:
     bandwidth: float
     neighbours: float  # exp of the entropy of a row
     visible: float  # how many places a row sees
-    self_weight: float
+    self_weight: float | None  # None in cross-attention
     at_bound: bool
+    # Which kernel's bandwidth it is, where a head has several.
+    kernel: str = ""
 
     @property
     def note(self) -> str:
         """A remark on an unusual head; empty otherwise."""
         notes = []
-        if not all(map(math.isfinite, (self.bandwidth, self.neighbours, self.self_weight))):
+        alone = 0.0 if self.self_weight is None else self.self_weight
+        if not all(map(math.isfinite, (self.bandwidth, self.neighbours, alone))):
             notes.append("not finite")
         if self.at_bound:
             notes.append("at its bound")
-        if self.visible > 1.5 and self.self_weight > 0.99:
+        if self.visible > 1.5 and alone > 0.99:
             notes.append("sees itself only")
         if self.visible > 1.5 and self.neighbours > 0.99 * self.visible:
             notes.append("a plain mean")
@@ -72,22 +75,26 @@ class Report:
         return Report(tuple(replace(head, layer=layer) for head in self.heads))
 
     def __str__(self) -> str:
-        lines = [("layer", "head", "bandwidth", "neighbours", "of visible", "self", "note")]
-        for h in self.heads:
-            numbers = (f"{h.bandwidth:.4g}", f"{h.neighbours:.1f}", f"{h.visible:.1f}")
-            lines.append((h.layer, str(h.head), *numbers, f"{h.self_weight:.4f}", h.note))
-        if not any(h.layer for h in self.heads):
-            lines = [line[1:] for line in lines]  # type: ignore[misc]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        # Words to the left, numbers to the right.
-        words = {0, len(widths) - 1} if len(widths) == 7 else {len(widths) - 1}
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if n in words else cell.rjust(width)
-                for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        columns = {
+            "layer": [h.layer for h in self.heads],
+            "head": [str(h.head) for h in self.heads],
+            "kernel": [h.kernel for h in self.heads],
+            "bandwidth": [f"{h.bandwidth:.4g}" for h in self.heads],
+            "neighbours": [f"{h.neighbours:.1f}" for h in self.heads],
+            "of visible": [f"{h.visible:.1f}" for h in self.heads],
+            "self": ["" if h.self_weight is None else f"{h.self_weight:.4f}" for h in self.heads],
+            "note": [h.note for h in self.heads],
+        }
+        for name in ("layer", "kernel"):
+            if not any(columns[name]):
+                del columns[name]
+        aligned = []
+        for name, cells in columns.items():
+            # Words to the left, numbers to the right.
+            side = str.ljust if name in ("layer", "kernel", "note") else str.rjust
+            width = max(map(len, (name, *cells)))
+            aligned.append([side(cell, width) for cell in (name, *cells)])
+        return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
 
 
 def measure(
@@ -101,14 +108,16 @@ def measure(
     near = (x * mean[..., :dim]).sum(-1) + mean[..., dim] + half_norm(x)
     entropy = (log_mass - near * torch.exp(-2 * log_s)[..., 0]).clamp(min=0.0)
 
-    counted = _sees_itself(filter, batch, length, x.device)  # [B, 1, T]
+    counted = sees_itself(filter, batch, length, x.device)  # [B, 1, T]
     if not bool(counted.any()):
         raise ValueError(f"no place sees itself, so there is nothing to report: {filter}")
     columns = {
-        "bandwidth": _mean(log_s[..., 0].expand(batch, heads, length), counted).exp(),
-        "neighbours": _mean(entropy.exp(), counted),
-        "visible": _mean(_visible(filter, x), counted).expand(heads),
-        "self_weight": _mean(torch.exp(-log_mass).clamp(max=1.0), counted),
+        "bandwidth": mean_of_rows(log_s[..., 0].expand(batch, heads, length), counted).exp(),
+        "neighbours": mean_of_rows(entropy.exp(), counted),
+        "visible": mean_of_rows(
+            visible_keys(filter, batch, length, length, x.device), counted
+        ).expand(heads),
+        "self_weight": mean_of_rows(torch.exp(-log_mass).clamp(max=1.0), counted),
     }
     numbers = {name: column.tolist() for name, column in columns.items()}
     return Report(
@@ -119,21 +128,23 @@ def measure(
     )
 
 
-def _mean(x: Tensor, counted: Tensor) -> Tensor:
-    """The mean over the rows that count, per head."""
+def mean_of_rows(x: Tensor, counted: Tensor) -> Tensor:
+    """The mean over the rows that count, per head: [B, H or 1, Q] -> [H or 1]."""
     return torch.where(counted, x, 0.0).sum((0, 2)) / counted.sum()
 
 
-def _sees_itself(filter: Filter, batch: int, length: int, device: torch.device) -> Tensor:
-    """Rows past the padding do not, and rows that see nothing."""
+def sees_itself(filter: Filter, batch: int, length: int, device: torch.device) -> Tensor:
+    """Which rows see themselves, [B, 1, T]: not those past the padding, or that see nothing."""
     i = torch.arange(length, device=device)
     b = torch.arange(batch, device=device)[:, None]
     seen = torch.as_tensor(filter.to(device).sees(b, i, i, 0), device=device)
     return seen.expand(batch, length)[:, None]
 
 
-def _visible(filter: Filter, x: Tensor) -> Tensor:
-    """How many keys every row sees, [B, 1, T]: the mass of the weight 1."""
-    zero = x.new_zeros(x.shape[0], 1, x.shape[2], 1)
-    _, log_mass = smooth(Exponential(), zero, zero, zero, filter=filter, return_log_mass=True)
+def visible_keys(
+    filter: Filter, batch: int, num_queries: int, num_keys: int, device: torch.device
+) -> Tensor:
+    """How many keys every row sees, [B, 1, Q]: the mass of the weight 1."""
+    q, k = (torch.zeros(batch, 1, n, 1, device=device) for n in (num_queries, num_keys))
+    _, log_mass = smooth(Exponential(), q, k, k, filter=filter, return_log_mass=True)
     return log_mass.exp()

@@ -222,7 +222,9 @@ class Translation(Task):
         return presets.translator(self.settings.preset, **(self.vocabulary() | self.parts()))
 
     def build(self) -> Any:
-        return models.KernelTranslator(self.config())
+        model = models.KernelTranslator(self.config())
+        model.generation_config.num_beams = self.settings.beams
+        return model
 
     def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
         """Nats per token and perplexity; after training, BLEU, too."""
@@ -282,12 +284,28 @@ class Vision(Task):
             "num_channels": images.channels,
         }
         check_least("num_labels", self.settings, images.num_classes, "classes of the data")
-        return presets.vit(self.settings.preset, **(shape | self.parts()))
+        config: Any = presets.vit(self.settings.preset, **(shape | self.parts()))
+        if "id2label" not in self.settings.overrides:
+            # More labels than classes keep the names that transformers gives them.
+            named: dict[int, str] = {**config.id2label, **dict(enumerate(images.class_names))}
+            config.id2label, config.label2id = named, {name: n for n, name in named.items()}
+        return config
 
     def build(self) -> Any:
         config = self.config()
         self.patches = self.sequence_length(config)
         return models.KernelViT(config)
+
+    def save_model(self, model: Any, weights: dict[str, Tensor], path: Path) -> None:
+        """The same, with the image processor: size, mean and deviation of the training."""
+        super().save_model(model, weights, path)
+        images = self.images
+        models.KernelImageProcessor(
+            size=images.image_size,
+            num_channels=images.channels,
+            image_mean=images.mean,
+            image_std=images.std,
+        ).save_pretrained(path)
 
     def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
         return inputs["pixel_values"].shape[0] * self.patches

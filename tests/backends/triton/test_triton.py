@@ -49,7 +49,8 @@ ALL = KERNELS | COMPOSED
 # A table or slopes alone have no dot product, and signed weights no fused kernel.
 FUSED = sorted(
     set(ALL)
-    - {"linear", "exponential+linear", "lookup", "lookup-per-head", "buckets", "buckets-one-way"}
+    - {"linear", "exponential+linear", "lookup", "lookup-per-head", "lookup-causal"}
+    - {"buckets", "buckets-one-way"}
     - {"alibi"}
 )
 
