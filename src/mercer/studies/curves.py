@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .ledger import Record
 from .study import Study
 from .table import Row, best
 
@@ -65,15 +66,28 @@ def _look(n: int) -> tuple[str, str]:
 
 
 def _curve(row: Row) -> dict[int, list[float]]:
-    """step -> the metric of each seed that was measured there."""
-    points: dict[int, list[float]] = {}
-    for record in row.records:
-        for entry in record.history:
-            value = entry.get(row.metric.curve.key)
-            step = entry.get("step")
-            if isinstance(value, int | float) and step is not None:
-                points.setdefault(int(step), []).append(value)
-    return dict(sorted(points.items()))
+    """step -> the metric of each seed, at the steps that all seeds have.
+
+    A mean over other seeds at each step would rise and fall with them. Seeds without any point,
+    such as those whose loss was not finite before the first one, are left out.
+    """
+    found = [points for record in row.records if (points := _points(record, row))]
+    common = set.intersection(*map(set, found)) if found else set()
+    return {step: [points[step] for points in found] for step in sorted(common)}
+
+
+def _points(record: Record, row: Row) -> dict[int, float]:
+    """step -> the metric of a run, where it was measured on as much as at the first point."""
+    points: dict[int, float] = {}
+    number: Any = None
+    for entry in record.history:
+        value, step = entry.get(row.metric.curve.key), entry.get("step")
+        if not isinstance(value, int | float) or not isinstance(step, int | float):
+            continue
+        number = entry.get("eval_items") if not points else number
+        if entry.get("eval_items") == number:
+            points[int(step)] = value
+    return points
 
 
 def _draw_line(axes: Any, row: Row, colour: str, marker: str, *, width: float) -> None:
@@ -109,7 +123,11 @@ def _finish_lines(axes: Any, study: Study, drawn: Sequence[tuple[int, Row]]) -> 
         axes.set_ylim(low - room, high + room)
     axes.set_xlabel("step")
     axes.set_ylabel(f"validation {metric.title}")
-    axes.set_title("mean, and band from the lowest to the highest seed", fontsize=8, loc="left")
+    axes.set_title(
+        "mean, and band from the lowest to the highest seed, at steps that all seeds have",
+        fontsize=8,
+        loc="left",
+    )
     axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="upper right" if metric.lower_is_better else "lower right")
