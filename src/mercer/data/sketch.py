@@ -86,7 +86,7 @@ def sketch_text(
     chosen, how = _find(spec, train.fingerprint, folder, source, tokens.SPECIALS)
     size, text = _read_sample(train)
     if isinstance(chosen, Untrained):
-        each = bytes_per_token(len(chosen))
+        each = _bytes_per_token(len(chosen))
     else:
         (ids,) = encode.choose_encoder(chosen)([text])
         each = len(text.encode()) / max(1, len(ids))
@@ -122,7 +122,7 @@ def sketch_pairs(
     )
 
 
-def bytes_per_token(vocab_size: int) -> float:
+def _bytes_per_token(vocab_size: int) -> float:
     """A rule of thumb for English text."""
     sizes, found = zip(*BYTES.items(), strict=True)
     return float(np.interp(math.log2(vocab_size), np.log2(sizes), found))

@@ -165,7 +165,7 @@ def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
             old[record.variant] = "; ".join(changed.values())
     notes += [f"older results of {name!r} are left out: {why}" for name, why in old.items()]
     own = [record for record in records.values() if study.owns(record)]
-    if stuck := {record.variant for record in own if record.status.endswith("unigram")}:
+    if stuck := {record.variant for record in own if record.status.endswith("(unigram)")}:
         notes.append(
             f"no better than the frequencies of tokens, so not converged: {_join(stuck)} "
             "(the rule is in docs/training.md)"

@@ -35,7 +35,7 @@ class Record:
     study: str
     variant: str
     seed: int
-    # "done", "not converged at step N", or "not converged: unigram"
+    # "done", "not converged at step N", or "not converged (unigram)"
     status: str
     metrics: dict[str, float | str | None]
     parameters: int

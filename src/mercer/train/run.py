@@ -46,7 +46,7 @@ class Result:
     """How a run ended, and its figures."""
 
     # "done", "stopped", "not converged at step N" for a loss that is not finite, or
-    # "not converged: unigram" for one that is no better than the frequencies of tokens.
+    # "not converged (unigram)" for one that is no better than the frequencies of tokens.
     status: str
     steps: int
     metrics: dict[str, Any]
@@ -208,7 +208,7 @@ def _status(trainer: KernelTrainer) -> str:
 def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]:
     """The last evaluation; saves the trained model if the run has a folder."""
     if trainer.judge.last_differs:
-        trainer.evaluate(sample=False)
+        trainer.evaluate(quiet=True)
     trainer.evaluate(final=True)
     if folder.path is not None:
         weights = gather_model(trainer.model)
@@ -239,8 +239,9 @@ def _find(settings: Settings, folder: Folder, say: Callable[[str], None]) -> str
         say(f"there is no checkpoint in {settings.output} yet: starting from the first step")
     if folder.extends is not None:
         say(
-            f"the run had {folder.extends} steps and gets {settings.steps}: from here on its "
-            f"learning rate is that of a run of {settings.steps} steps, whose result it is not"
+            f"the run had {folder.extends} steps and now has {settings.steps}: from here on the "
+            f"learning rate follows the schedule of {settings.steps} steps. A run of that length "
+            "from the start would differ"
         )
     return None if found is None else str(found)
 

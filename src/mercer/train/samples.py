@@ -1,7 +1,7 @@
 """A short text of a model in training: a greedy continuation, or a greedy translation.
 
 Requirements: cheap, at most `NEW` tokens; without chance, so that a resumed run has the same ones;
-and always the same prompt, from the beginning of the validation data.
+and always the same prompt, from the validation data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from .distributed import Team
 from .evaluate import Precision, judging, to_device, whole
 
-PROMPT = 16
+PROMPT = 32
 NEW = 16
 
 
@@ -45,5 +45,5 @@ def translate(model: Any, inputs: dict[str, Any], *, team: Team, precision: Prec
 
 def on_one_line(text: str) -> str:
     """Text that can be shown on a terminal: line ends as ↵, other controls left out."""
-    text = text.strip("\n").replace("\n", "↵")
+    text = text.replace("\n", "↵")
     return "".join(letter for letter in text if letter.isprintable())

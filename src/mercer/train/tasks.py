@@ -199,8 +199,9 @@ class LanguageModel(Task):
         return Unigram(self.text.train.ids, len(self.tokenizer))
 
     def sample(self, model: Any, team: Team) -> dict[str, str] | None:
-        """The most likely continuation of the beginning of the validation data."""
-        prompt = self.valid.slice(0, min(samples.PROMPT, self.length // 2))
+        """The most likely continuation of a passage in the middle of the validation data."""
+        start = len(self.valid) // 2
+        prompt = self.valid.slice(start, start + min(samples.PROMPT, self.length // 2))
         found = samples.continue_text(model, prompt, team=team, precision=self.precision)
         return {
             "prompt": self.tokenizer.decode(prompt.tolist(), skip_special_tokens=True),

@@ -261,16 +261,16 @@ class KernelTrainer(Trainer):
         metric_key_prefix: str = "eval",
         *,
         final: bool = False,
-        sample: bool = True,
+        quiet: bool = False,
     ) -> dict[str, float]:
-        """The metrics of the task; leaves the state of training unchanged."""
+        """The metrics of the task, shown unless `quiet`; the state of training is unchanged."""
         with self.clock.paused():
-            metrics, text = self.judge.evaluate(self.model, final=final, sample=sample)
+            metrics, text = self.judge.evaluate(self.model, final=final, sample=not quiet)
         step = self.state.global_step
         self._tell(step, dict(metrics))
         if text is not None:
             self.folder.note({"step": step, **text})
-        if self.on_progress is not None:
+        if self.on_progress is not None and not quiet:
             progress = replace(self._progress, step=step, metrics=metrics, sample=text)
             self.on_progress(progress)
         return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 STEPS = 100
 MARGIN = 0.1
-STUCK = "not converged: unigram"
+STUCK = "not converged (unigram)"
 # Frequencies are counted over at most so many training tokens, from the first one on.
 MOST = 1 << 24
 
