@@ -78,8 +78,9 @@ def test_a_finished_run_gets_more_steps(small, tmp_path):
     assert "has ended before: done" in said[-1]
 
 
-def test_an_extended_run_that_is_stopped_resumes_to_the_same_bits(small, tmp_path, monkeypatch):
-    small = {**small, "overrides": {"dropout": 0.1}}
+@pytest.mark.parametrize("save_every", [1, 100])
+def test_an_extended_run_that_is_stopped_resumes_to_the_same_bits(save_every, small, tmp_path):
+    small = {**small, "overrides": {"dropout": 0.1}, "save_every": save_every}
     longer = {**small, "steps": 9, "resume": True}
     ends = []
     for name, stops in (("once", False), ("twice", True)):

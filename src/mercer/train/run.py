@@ -187,10 +187,10 @@ def _rewind(
         folder.rewind(0)
         return
     step = int(Path(checkpoint).name.split("-")[1])
-    lines = read_json(Path(checkpoint) / "state.json").get("lines")
-    if step == settings.grown_from:
-        # The last evaluation of the shorter run came after its last checkpoint.
-        lines = None
+    state = read_json(Path(checkpoint) / "state.json")
+    # The last evaluation of a run that was extended came after this checkpoint.
+    extended = state.get("steps", settings.steps) != settings.steps
+    lines = None if extended else state.get("lines")
     folder.rewind(step, lines)
     if folder.extends is not None:
         folder.note({"step": step, "steps_before": folder.extends, "steps": settings.steps})
