@@ -99,7 +99,9 @@ def assert_same_lines(path, want):
     found = lines(path)
     assert [list(line) for line in found] == [list(line) for line in want]
     for line, other in zip(found, want, strict=True):
-        assert line == pytest.approx(other, rel=1e-5)
+        for name, value in line.items():
+            same = other[name] if isinstance(value, str) else pytest.approx(other[name], rel=1e-5)
+            assert value == same, name
 
 
 # Two at once.
@@ -485,10 +487,10 @@ def test_a_stopped_run_has_the_lines_of_one_that_was_not(
 def test_a_signal_at_the_end_of_a_job_stops_the_study(settings, tmp_path, monkeypatch):
     evaluate = LanguageModel.evaluate
 
-    def stop(self, *args, final):
+    def stop(self, *args, final, items=None):
         if final:
             signal.raise_signal(signal.SIGTERM)
-        return evaluate(self, *args, final=final)
+        return evaluate(self, *args, final=final, items=items)
 
     monkeypatch.setattr(LanguageModel, "evaluate", stop)
     monkeypatch.setattr("mercer.studies.conduct.draw_curves", lambda study, rows, path: path)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mercer import studies
-from mercer.studies import Ledger, Shard, Study, Variant
+from mercer.studies import Ledger, Shard, Study, Variant, curves
 from mercer.studies.screen import clock
 from mercer.studies.table import shorten
 
@@ -360,6 +360,46 @@ def test_the_curves_are_drawn_again_in_one_step(tmp_path):
     path = tmp_path / "curves.png"
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.glob(".curves*")] == []
+
+
+def test_a_mean_curve_has_the_steps_that_all_seeds_have(tmp_path):
+    outcome, _ = go(tmp_path)
+    row = outcome.rows[0]
+    first, second = row.records
+    assert list(curves._curve(row)) == [10, 20, 30, 40]
+    assert [len(values) for values in curves._curve(row).values()] == [2] * 4
+
+    def with_steps(record, points, **more):
+        found = [{"step": n, "bits_per_byte": x, **more} for n, x in points]
+        return replace(record, history=found)
+
+    # Each seed falls; a mean over the seeds of each step would rise at 20 and at 30.
+    apart = (
+        with_steps(first, [(10, 3.0), (30, 2.9), (40, 2.5)]),
+        with_steps(second, [(10, 2.0), (20, 1.9), (40, 1.5)]),
+    )
+    assert curves._curve(replace(row, records=apart)) == {10: [3.0, 2.0], 40: [2.5, 1.5]}
+    # A run whose loss was not finite at once has no points, and takes none away.
+    gone = replace(second, status="not converged at step 2", history=[])
+    assert list(curves._curve(replace(row, records=(first, gone)))) == [10, 20, 30, 40]
+    # The last evaluation reads more: it is no point of the curve.
+    more = with_steps(first, [(10, 3.0), (20, 2.0)], eval_items=64)
+    more.history.append({"step": 20, "bits_per_byte": 9.0, "eval_items": 1000})
+    assert curves._curve(replace(row, records=(more,))) == {10: [3.0], 20: [2.0]}
+    none = replace(row, records=(with_steps(first, [(10, 3.0)]), with_steps(second, [(20, 3.0)])))
+    assert curves._curve(none) == {}
+    assert curves.draw_curves(STUDY, [none], tmp_path / "none.png") is None
+
+
+def test_a_run_at_the_level_of_token_frequencies_is_a_result(tmp_path):
+    stuck = Result(status="not converged (unigram)", metrics={"bits_per_byte": 3.1})
+    outcome, _ = go(tmp_path, runner=Pretended(fails={"rbf": stuck}))
+    assert outcome.rows[1].figure == "not converged (unigram)"
+    assert outcome.rows[1].mean is None
+    assert outcome.notes == [
+        "no better than the frequencies of tokens, so not converged: rbf "
+        "(the rule is in docs/training.md)"
+    ]
 
 
 def test_numbers_are_short():

@@ -212,11 +212,11 @@ def test_a_crash_before_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch):
 def test_a_folder_holds_one_run(tmp_path):
     settings = Settings(output=str(tmp_path / "run"), steps=4).resolve()
     folder = Folder(tmp_path / "run")
-    assert folder.open(settings) is None
+    assert folder.open(settings) == settings
     # A run that failed before it began leaves no trace.
     folder.close()
     assert not (tmp_path / "run").exists()
-    assert folder.open(settings) is None
+    assert folder.open(settings) == settings
     folder.begin(settings, {})
     with pytest.raises(ValueError, match="another process is training in"):
         Folder(tmp_path / "run").open(settings)
@@ -226,6 +226,9 @@ def test_a_folder_holds_one_run(tmp_path):
     other = Settings(output=str(tmp_path / "run"), steps=5, seed=1, resume=True, keep=9).resolve()
     with pytest.raises(ValueError, match=r"steps was 4, now 5; seed was 0, now 1\. Leave"):
         Folder(tmp_path / "run").open(other)
+    fewer = Settings(output=str(tmp_path / "run"), steps=3, resume=True).resolve()
+    with pytest.raises(ValueError, match="has 4 steps: --steps may be more on --resume, but not"):
+        Folder(tmp_path / "run").open(fewer)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="is not empty and holds no run"):

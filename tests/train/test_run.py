@@ -55,19 +55,32 @@ def test_a_tiny_model_learns_in_seconds(small):
     assert all("bits_per_byte" in p.metrics for p in seen if p.metrics)
 
 
-def test_slow_evaluations_are_rare_unless_eval_every_is_given(small, monkeypatch):
+def judged(result):
+    return [(x["step"], x["eval_items"]) for x in result.history if "bits_per_byte" in x]
+
+
+def test_evaluations_come_by_step_and_read_what_the_steps_between_them_do(small, monkeypatch):
     task = TASKS["lm"]
     evaluate = task.evaluate
 
     def slowly(self, *args, **kwargs):
-        time.sleep(0.5)
+        time.sleep(0.05)
         return evaluate(self, *args, **kwargs)
 
+    # However slow they are.
     monkeypatch.setattr(task, "evaluate", slowly)
-    for given, count in (({}, 2), ({"eval_every": 2}, 5)):
-        result = run(Settings(**{**small, "steps": 10, **given}))
-        # The first that is due, and the last; or all of them.
-        assert len([line for line in result.history if "bits_per_byte" in line]) == count
+    settings = {**small, "steps": 10, "samples": False}
+    result = run(Settings(**settings, eval_every=4))
+    assert judged(result) == [(4, 200), (8, 200), (10, 200)]
+    assert "eval_tokens" in result.metrics
+    settings |= {"eval_items": None, "tokenizer": "bytes", "length": 256, "batch": 1}
+    notes = []
+    result = run(Settings(**settings, eval_every=4), lambda p: notes.append(p.note))
+    whole = judged(result)[-1][1]
+    # Before the last one, on everything, comes one more for the curve.
+    assert judged(result) == [(4, 1024), (8, 1024), (10, 1024), (10, whole)]
+    assert whole > 30_000
+    assert f"evaluations on the way read 1,024 of {whole:,} tokens, the last one all" in notes
 
 
 @pytest.mark.parametrize("name", mc.systems.SYSTEMS)
@@ -185,8 +198,10 @@ def test_a_compiled_run_is_the_same_run(small, monkeypatch):
 
 
 def test_time_ends_a_run(small):
-    settings = Settings(**{**small, "steps": None}, time=0.3, log_every=1)
-    result = run(settings)
+    settings = Settings(**{**small, "steps": None}, time=1.0, log_every=1)
+    notes = []
+    result = run(settings, lambda progress: notes.append(progress.note))
+    assert "1 s in all: steps for" in notes[0]
     assert result.status == "done"
     assert result.steps >= 2
     assert [line["learning_rate"] for line in result.history if "loss" in line][-1] < 1.2e-3

@@ -35,10 +35,12 @@ from .train_options import (
     Filter,
     Floor,
     Fsdp,
+    Init,
     Keep,
     Kernel,
     Length,
     LogEvery,
+    NoSamples,
     Options,
     Output,
     Position,
@@ -51,6 +53,7 @@ from .train_options import (
     Smoothing,
     Steps,
     System,
+    Threads,
     Time,
     Tokenizer,
     TokenRate,
@@ -70,7 +73,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Exit codes: 0 done, 1 out of disk or memory, 2 a wrong option, 3 a loss that is not finite,
+# Exit codes: 0 done, 1 out of disk or memory, 2 a wrong option, 3 not converged,
 # 4 an error that nothing expected (see main.py), 128 + n stopped by signal n.
 NOT_CONVERGED = 3
 
@@ -80,7 +83,7 @@ PAIRS = {"options": "system_options", "sets": "overrides", "data_options": "data
 UNFIT = {
     "lm": {"smoothing", "beams"},
     "translation": {"evaluate_by"},
-    "vision": {"tokenizer", "length", "evaluate_by", "beams"},
+    "vision": {"tokenizer", "length", "evaluate_by", "beams", "no_samples"},
 }
 
 
@@ -99,6 +102,7 @@ def _make(task: str, text: str) -> Callable[..., None]:
         tokenizer: Tokenizer = None,
         data_options: DataOptions = None,
         cache: Cache = None,
+        init: Init = None,
         steps: Steps = None,
         time: Time = None,
         batch: Batch = None,
@@ -118,12 +122,14 @@ def _make(task: str, text: str) -> Callable[..., None]:
         device: Device = None,
         fsdp: Fsdp = False,
         workers: Workers = None,
+        threads: Threads = None,
         log_every: LogEvery = None,
         eval_every: EvalEvery = None,
         save_every: SaveEvery = None,
         keep: Keep = None,
         evaluate_by: EvaluateBy = None,
         eval_items: EvalItems = None,
+        no_samples: NoSamples = False,
         beams: Beams = None,
         output: Output = None,
         resume: Resume = False,
@@ -256,6 +262,8 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
         for name, value in given.items()
         if _said(value) and name not in ("dry_run", "resume")
     }
+    if wanted.pop("no_samples", False):
+        wanted["samples"] = False
     if "time" in wanted:
         wanted["time"] = read_time(wanted["time"])
     resume = bool(given["resume"])
@@ -313,13 +321,8 @@ def _report(console: Console, task: str, settings: Settings, result: Result) -> 
             soft_wrap=True,
         )
         raise typer.Exit(128 + result.signal)
-    if not result.converged:
-        console.print(
-            f"[red]{result.status}[/]: the loss is not finite. A smaller --lr, a longer --warmup "
-            "or a smaller --clip may help.",
-            soft_wrap=True,
-        )
-        raise typer.Exit(NOT_CONVERGED)
+    if result.status.startswith("not converged at"):
+        _lost(console, result, "the loss is not finite. A smaller --lr or --clip may help.")
     speed = result.tokens_per_second
     pace = "" if speed is None else f", {speed:,.0f} tokens/s"
     console.print(f"done: {result.steps} steps in {duration(result.seconds)}{pace}")
@@ -328,6 +331,15 @@ def _report(console: Console, task: str, settings: Settings, result: Result) -> 
         console.print(f"sacrebleu   {escape(result.metrics['signature'])}", soft_wrap=True)
     if result.folder is not None:
         console.print(f"the model is in {escape(result.folder)}/model", soft_wrap=True)
+    if not result.converged:
+        loss, plain = (f"{result.metrics[name]:.3f}" for name in ("eval_loss", "unigram_loss"))
+        why = f"a loss of {loss}, no better than that of token frequencies, {plain}"
+        _lost(console, result, f"{why}. More --steps or a larger --lr may help.")
+
+
+def _lost(console: Console, result: Result, why: str) -> NoReturn:
+    console.print(f"[red]{result.status}[/]: {why}", soft_wrap=True)
+    raise typer.Exit(NOT_CONVERGED)
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

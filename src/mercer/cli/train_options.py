@@ -59,10 +59,21 @@ DataOptions = Annotated[
     ),
 ]
 Cache = Annotated[str | None, _option(MODEL, "Where tokens are kept.", metavar="FOLDER")]
-Steps = Annotated[
-    int | None, _option(BUDGET, "Optimiser steps; 300 by default, unless --time is given.")
+Init = Annotated[
+    str | None,
+    _option(MODEL, "Start from the weights of a run or of a saved model.", metavar="FOLDER"),
 ]
-Time = Annotated[str | None, _option(BUDGET, "Time spent in steps: `90s`, `10m`, `1h30m`.")]
+Steps = Annotated[
+    int | None,
+    _option(
+        BUDGET,
+        "Optimiser steps; 300 by default, unless --time is given. May be more on --resume.",
+    ),
+]
+Time = Annotated[
+    str | None,
+    _option(BUDGET, "Time of steps, evaluations and checkpoints: `90s`, `10m`, `1h30m`."),
+]
 Batch = Annotated[int | None, _option(BUDGET, "Sequences per step, over all processes.")]
 Length = Annotated[int | None, _option(BUDGET, "Tokens per sequence.")]
 Accumulate = Annotated[int | None, _option(BUDGET, "Micro-batches per step, to save memory.")]
@@ -88,6 +99,7 @@ Compile = Annotated[bool, _option(RUNNING, "Compile the model with torch.compile
 Device = Annotated[str | None, _option(RUNNING, "cpu or cuda; cuda where there is one.")]
 Fsdp = Annotated[bool, _option(RUNNING, "Shard the model over the processes (FSDP2).", "--fsdp")]
 Workers = Annotated[int | None, _option(RUNNING, "Processes that load data.")]
+Threads = Annotated[int | None, _option(RUNNING, "CPU threads; as many as are free by default.")]
 LogEvery = Annotated[int | None, _option(FILES, "Steps between logs.", "--log-every")]
 EvalEvery = Annotated[int | None, _option(FILES, "Steps between evaluations.", "--eval-every")]
 SaveEvery = Annotated[int | None, _option(FILES, "Steps between checkpoints.", "--save-every")]
@@ -98,7 +110,15 @@ EvaluateBy = Annotated[
 ]
 EvalItems = Annotated[
     int | None,
-    _option(FILES, "Evaluate on at most this many tokens, pairs or images.", "--eval-items"),
+    _option(
+        FILES,
+        "Evaluate on at most this many tokens, pairs or images; by default the last evaluation "
+        "reads all, earlier ones as many as the steps between them.",
+        "--eval-items",
+    ),
+]
+NoSamples = Annotated[
+    bool, _option(FILES, "Write no sample of the model with evaluations.", "--no-samples")
 ]
 Beams = Annotated[int | None, _option(FILES, "Beams of the search for BLEU.")]
 Output = Annotated[
@@ -106,11 +126,22 @@ Output = Annotated[
     _option(FILES, "The folder of the run; by default a new one in runs/.", metavar="FOLDER"),
 ]
 Resume = Annotated[
-    bool, _option(FILES, "Continue the run in --output with its settings.", "--resume")
+    bool,
+    _option(
+        FILES,
+        "Continue the run in --output with its settings; with more --steps it is extended.",
+        "--resume",
+    ),
 ]
 Board = Annotated[bool, _option(FILES, "Write TensorBoard files too.", "--tensorboard")]
 DryRun = Annotated[
-    bool, _option(FILES, "Print parameters, FLOPs, memory and tokens, then exit.", "--dry-run")
+    bool,
+    _option(
+        FILES,
+        "Print parameters, FLOPs, memory and tokens, then exit. No tokenizer is trained; tokens "
+        "are estimated.",
+        "--dry-run",
+    ),
 ]
 
 

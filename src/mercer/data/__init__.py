@@ -11,6 +11,7 @@ need("numpy")
 
 from .images import ImageData, Images, images  # noqa: E402
 from .pairs import EncodedPairs, PairData, Pairs, pairs  # noqa: E402
+from .sketch import sketch_pairs, sketch_text  # noqa: E402
 from .text import Blocks, TextData, TokenFile, Windows, text  # noqa: E402
 
 __all__ = [
@@ -26,5 +27,7 @@ __all__ = [
     "Windows",
     "images",
     "pairs",
+    "sketch_pairs",
+    "sketch_text",
     "text",
 ]

@@ -130,6 +130,13 @@ class EncodedPairs(Dataset[Item]):
     def __len__(self) -> int:
         return len(self.kept)
 
+    def targets(self, most: int) -> np.ndarray[Any, Any]:
+        """The ids of the targets, one after the other; of the first `most` ids of both sides."""
+        ids = self.stored.array[:most]
+        # sides alternate, and an end token belongs to its side
+        side = np.searchsorted(self.bounds[1:], np.arange(len(ids)), side="right")
+        return np.asarray(ids)[side % 2 == 1]
+
     def __getitem__(self, index: int) -> Item:
         at = 2 * int(self.kept[index])
         start, middle, end = (int(place) for place in self.bounds[at : at + 3])

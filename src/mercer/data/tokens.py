@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .cache import Writer, digest
+from .cache import Stored, Writer, digest
 from .cache import load as cache_array
+from .cache import read as read_array
 from .encode import SPELLING, cut
 from .errors import DataError, check_whole, need, shorten
 from .files import read_lines
@@ -116,10 +117,7 @@ def choose(
     if spec == "bytes":
         return spell_bytes(specials)
     if str(spec).startswith("bpe:"):
-        if not re.fullmatch(r"[0-9]{1,12}", str(spec)[4:]):
-            raise ValueError(f"a BPE is named like 'bpe:1024', got {shorten(spec)}")
-        check_whole("the size of a BPE", size := int(str(spec)[4:]), 1, LARGEST)
-        return _train_once(size, fingerprint(), texts, folder, specials)
+        return _train_once(read_size(spec), fingerprint(), texts, folder, specials)
     path = Path(spec).expanduser()
     if spec == "gpt2" and not path.exists():
         # the layout of a data folder may have GPT-2's files beside the corpora
@@ -129,6 +127,32 @@ def choose(
                 return load(parent / "tokenizer" / "gpt2")
         return _download("openai-community/gpt2")
     return load(path) if path.exists() else _download(str(spec))
+
+
+def find(
+    spec: Any,
+    fingerprint: str,
+    folder: Path,
+    *,
+    source: str | os.PathLike[str] = "",
+    specials: dict[str, str] | None = None,
+) -> Any:
+    """As `choose`, but None for a BPE that is not trained yet."""
+    if not str(spec).startswith("bpe:"):
+        return choose(spec, str, tuple, folder, source=source, specials=specials)
+    try:
+        stored = read_array(_trained_path(read_size(spec), fingerprint, folder, specials))
+    except (OSError, ValueError, IndexError, KeyError):
+        return None
+    return _read_trained(stored, specials or SPECIALS)
+
+
+def read_size(spec: Any) -> int:
+    """N of "bpe:N"."""
+    if not re.fullmatch(r"[0-9]{1,12}", str(spec)[4:]):
+        raise ValueError(f"a BPE is named like 'bpe:1024', got {shorten(spec)}")
+    check_whole("the size of a BPE", size := int(str(spec)[4:]), 1, LARGEST)
+    return size
 
 
 def _check(tokenizer: Any) -> Any:
@@ -250,16 +274,25 @@ def _train_once(
     folder: Path,
     specials: dict[str, str],
 ) -> Any:
-    tokenizers = need("tokenizers")
-    path = folder / f"bpe-{digest('bpe', vocab_size, fingerprint, specials)}.arr"
+    path = _trained_path(vocab_size, fingerprint, folder, specials)
 
     def write(writer: Writer) -> None:
         trained = train(texts(), vocab_size, specials).backend_tokenizer.to_str()
         writer.append(np.frombuffer(trained.encode(), np.uint8))
 
     # the JSON of the tokenizer as an array of bytes, which has checksums
-    stored = cache_array(path, write, dtype="uint8")
-    return wrap(tokenizers.Tokenizer.from_str(stored.array.tobytes().decode()), specials)
+    return _read_trained(cache_array(path, write, dtype="uint8"), specials)
+
+
+def _trained_path(
+    vocab_size: int, fingerprint: str, folder: Path, specials: dict[str, str] | None
+) -> Path:
+    return folder / f"bpe-{digest('bpe', vocab_size, fingerprint, specials or SPECIALS)}.arr"
+
+
+def _read_trained(stored: Stored, specials: dict[str, str]) -> Any:
+    text = stored.array.tobytes().decode()
+    return wrap(need("tokenizers").Tokenizer.from_str(text), specials)
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:

@@ -117,11 +117,12 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     """How many parameters every part has; shared ones count once."""
     parameters = dict.fromkeys(PARTS, 0)
     for name, parameter in model.named_parameters():
-        parameters[_part(name)] += parameter.numel()
+        parameters[part_of(name)] += parameter.numel()
     return parameters
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to, one of PARTS."""
     steps = name.split(".")
     if "token_kernels" in steps:
         return "token-kernels"

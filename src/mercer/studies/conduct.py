@@ -178,7 +178,13 @@ def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
         if changed:
             old[record.variant] = "; ".join(changed.values())
     notes += [f"older results of {name!r} are left out: {why}" for name, why in old.items()]
-    return records, notes + warn_of_mixture([r for r in records.values() if study.owns(r)])
+    own = [record for record in records.values() if study.owns(record)]
+    if stuck := {record.variant for record in own if record.status.endswith("(unigram)")}:
+        notes.append(
+            f"no better than the frequencies of tokens, so not converged: {_join(stuck)} "
+            "(the rule is in docs/training.md)"
+        )
+    return records, notes + warn_of_mixture(own)
 
 
 def warn_of_mixture(records: Sequence[Record]) -> list[str]:
@@ -189,9 +195,11 @@ def warn_of_mixture(records: Sequence[Record]) -> list[str]:
         if len(versions - {"None"}) > 1:
             notes.append(f"results come from several versions of {name}: {_join(versions)}")
     # Such as the embedded text, which depends on the version of Python.
-    sizes = {str(r.metrics["eval_tokens"]) for r in records if r.metrics.get("eval_tokens")}
-    if len(sizes) > 1:
-        notes.append(f"results were measured on different texts, of {_join(sizes)} tokens")
+    for name, what in (("eval_tokens", "tokens"), ("eval_items", "items")):
+        sizes = {str(r.metrics[name]) for r in records if r.metrics.get(name)}
+        if len(sizes) > 1:
+            notes.append(f"results were measured on different texts, of {_join(sizes)} {what}")
+            break
     return notes
 
 

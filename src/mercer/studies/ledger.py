@@ -37,7 +37,7 @@ class Record:
     study: str
     variant: str
     seed: int
-    # "done", or "not converged at step N"
+    # "done", "not converged at step N", or "not converged (unigram)"
     status: str
     metrics: dict[str, float | str | None]
     parameters: int

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # steps or rates.
 PARTS = ("system", "kernel", "position", "value", "filter", "system_options", "overrides")
 # Settings that the study sets for each job.
-ELSEWHERE = ("task", "seed", "output", "resume")
+ELSEWHERE = ("task", "seed", "output", "resume", "grown_from")
 
 
 class Variant:
@@ -255,6 +255,11 @@ class Study:
         located = self._locate(chosen)
         try:
             resolved = json.loads(Settings(**chosen).resolve().as_json())
+            if (init := resolved.pop("init")) is not None:
+                from ..train.initial import digest
+
+                # The weights decide, not the name of their folder.
+                resolved["init"] = digest(init)
         except ValueError as error:
             raise ValueError(f"{variant.name}: {error}") from None
         # The other settings concern logging and storage, and may differ between machines.

@@ -10,9 +10,6 @@ from transformers.trainer_callback import TrainerControl
 if TYPE_CHECKING:
     from .trainer import KernelTrainer
 
-# How long evaluations may take, as a share of the time spent in steps.
-SPARING = 0.5
-
 
 class Conductor(TrainerCallback):
     """Pass Trainer's events on, and decide what it does after a step."""
@@ -37,11 +34,10 @@ class Conductor(TrainerCallback):
         evaluate = not last and step % _given(settings.eval_every) == 0
         save = last or step % _given(settings.save_every) == 0
         trainer.learn(everything=last or save or evaluate)
-        if evaluate and settings.eval_sparingly:
-            # The clock of the main process decides for all.
-            spent = trainer.team.tell(lambda: trainer.judging)
-            evaluate = spent <= SPARING * trainer.agreed_seconds
-        over = settings.time is not None and trainer.agreed_seconds >= settings.time
+        budget, seconds = trainer.judge.budget, trainer.agreed_seconds
+        # Instead of an evaluation that would not end in time comes the last one.
+        evaluate = evaluate and budget.fits(seconds)
+        over = budget.limit is not None and seconds >= budget.limit
         if over or trainer.stopped_by:
             # The last step is checked, too, before it is saved.
             trainer.learn(everything=True)

@@ -6,6 +6,7 @@ metrics.jsonl      one line a log or an evaluation
 checkpoints/       the last few, each complete and signed by its manifest
 model/             the trained model, for `from_pretrained`
 result.json        how it ended
+result-1000.json   how it had ended, of a run of 1000 steps that was extended
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,18 @@ class Folder:
         self.path = path
         self.writes = path is not None and main
         self.history: list[dict[str, Any]] = []
+        # The number of steps before this process extends the run.
+        self.extends: int | None = None
         self._lock = None if path is None else Lock(path / ".lock")
 
     @property
     def checkpoints(self) -> Path | None:
         return None if self.path is None else self.path / "checkpoints"
 
-    def open(self, settings: Settings) -> None:
-        """Lock the folder for this run. ValueError if it is in use."""
+    def open(self, settings: Settings) -> Settings:
+        """Lock the folder for this run, ValueError if it is in use; settings with what it knows."""
         if self.path is None:
-            return
+            return settings
         assert self._lock is not None
         try:
             if not self._lock.take():
@@ -53,7 +57,7 @@ class Folder:
                 raise
             raise ValueError(f"cannot write to {self.path}: {error.strerror or error}") from None
         try:
-            self._check(settings)
+            return self._check(settings)
         except ValueError:
             self.close()
             raise
@@ -62,10 +66,15 @@ class Folder:
         """Write the settings, after the first step: from here on the folder holds a run."""
         if self.writes:
             assert self.path is not None
+            if self.extends is not None:
+                # First, so that a crash here leaves a run that ends again as it had.
+                with contextlib.suppress(FileNotFoundError):
+                    old = self.path / f"result-{self.extends}.json"
+                    os.replace(self.path / "result.json", old)
             write(self.path / "config.json", settings.as_json())
             write(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
 
-    def _check(self, settings: Settings) -> None:
+    def _check(self, settings: Settings) -> Settings:
         assert self.path is not None
         config = self.path / "config.json"
         if not config.exists():
@@ -75,17 +84,33 @@ class Folder:
                     f"{self.path} is not empty and holds no run: give another --output, one that "
                     "is empty or not there yet"
                 )
-        elif not settings.resume:
+            return replace(settings, grown_from=None)
+        if not settings.resume:
             raise ValueError(
                 f"{self.path} holds a run already: continue it with --resume, or give another "
                 "--output"
             )
-        elif changed := settings.changes(Settings.read(config)):
+        stored = Settings.read(config)
+        changed = settings.changes(stored)
+        if set(changed) == {"steps"} and stored.time is None and settings.steps is not None:
+            assert stored.steps is not None
+            if settings.steps < stored.steps:
+                raise ValueError(
+                    f"the run in {self.path} has {stored.steps} steps: --steps may be more on "
+                    f"--resume, but not fewer, got {settings.steps}"
+                )
+            self.extends = stored.steps
+        elif changed:
             named = "; ".join(f"{n} was {old!r}, now {new!r}" for n, (new, old) in changed.items())
             raise ValueError(
                 f"the run in {self.path} cannot go on with other settings: {named}. Leave them as "
                 "they were, or start anew with another --output"
             )
+        return replace(
+            settings,
+            grown_from=self.extends or stored.grown_from,
+            threads=settings.threads or stored.threads,
+        )
 
     def close(self) -> None:
         """Release the lock, and remove a folder in which nothing was written."""

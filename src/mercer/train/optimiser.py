@@ -32,9 +32,12 @@ def make_optimizer(
     return torch.optim.AdamW(chosen, betas=settings.betas, fused=fused)
 
 
-def rate_after(step: int, seconds: float, settings: Settings) -> float:
-    """The factor on the rates: a warm-up, then half a cosine down to the floor."""
-    done = 0.0 if settings.time is None else seconds / settings.time
+def rate_after(step: int, seconds: float, settings: Settings, limit: float | None = None) -> float:
+    """The factor on the rates: a warm-up, then half a cosine down to the floor.
+
+    `limit` is the number of seconds after which no step begins; None for none.
+    """
+    done = 0.0 if limit is None else seconds / limit
     if settings.steps is not None:
         done = max(done, step / settings.steps)
         warm = settings.warmup if settings.warmup >= 1 else settings.warmup * settings.steps

@@ -24,6 +24,8 @@ class Plan:
     unit: str
     noun: str
     processes: int
+    # Where estimates of the data come from; None where it was counted.
+    how: str | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -38,7 +40,10 @@ class Plan:
         settings = self.settings
         attention = settings.kernel or settings.system or "with the preset's attention"
         rows = [("model", f"{settings.task}, preset {settings.preset}, {attention}")]
-        rows.append(("data", f"{self.source}: {self.items:,} {self.noun} to train on"))
+        about = "" if self.how is None else "about "
+        rows.append(("data", f"{self.source}: {about}{self.items:,} {self.noun} to train on"))
+        if self.how is not None:
+            rows.append(("", self.how))
         total = self.counted.total
         rows.append(("parameters", f"{total:,}"))
         for part, number in self.counted.parameters.items():
@@ -56,19 +61,19 @@ class Plan:
             tokens = settings.steps * self.tokens_per_step
             passes = settings.steps * _known(settings.batch) / max(1, self.items)
             rows.append(
-                ("steps", f"{settings.steps:,}: {tokens:,} {self.unit}, {passes:.2f} passes")
+                ("steps", f"{settings.steps:,}: {tokens:,} {self.unit}, {about}{passes:.2f} passes")
             )
             rows.append(("in all", f"{scale(flops * tokens)} FLOPs"))
         if settings.time is not None:
-            rows.append(("time", f"{settings.time:g} s of steps"))
+            rows.append(("time", f"{settings.time:g} s in all, evaluations included"))
         wide = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{wide}}  {text}" for name, text in rows)
 
 
 def plan(settings: Settings, processes: int = 1) -> Plan:
-    """Read the data and count the model, without making weights."""
+    """Count the data and the model; no tokenizer is trained, and no weights are made."""
     settings = settings.resolve()
-    task = TASKS[settings.task](settings)
+    task = TASKS[settings.task](settings, sketch=True)
     config = task.config()
     counted = count(config, task.sequence_length(config))
     return Plan(
@@ -80,6 +85,7 @@ def plan(settings: Settings, processes: int = 1) -> Plan:
         unit=task.unit,
         noun=task.noun,
         processes=processes,
+        how=task.how,
     )
 
 

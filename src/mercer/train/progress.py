@@ -28,6 +28,10 @@ class Progress:
     seconds_left: float | None = None
     # What an evaluation at this step found; None for a log.
     metrics: dict[str, float] | None = None
+    # A text of the model with an evaluation: what it was given, and what it wrote.
+    sample: dict[str, str] | None = None
+    # One line on how the run goes about it; everything else is empty then.
+    note: str | None = None
 
 
 class Stopwatch:
@@ -56,6 +60,22 @@ class Stopwatch:
         finally:
             if running:
                 self.start()
+
+
+class Pace:
+    """The seconds of the shortest step so far; the first one, which compiles, does not count."""
+
+    def __init__(self) -> None:
+        self.shortest = 0.0
+        self._last: float | None = None
+
+    def lap(self, seconds: float) -> float:
+        """After a step that ended at `seconds`: the seconds of another one."""
+        if self._last is not None:
+            taken = seconds - self._last
+            self.shortest = min(self.shortest, taken) if self.shortest else taken
+        self._last = seconds
+        return self.shortest
 
 
 class Counts:
@@ -110,11 +130,9 @@ class Counts:
         return self.team.sum([self._losses]).item() / self.team.size
 
 
-def seconds_left(
-    settings: Settings, step: int, seconds: float, start: int, before: float
-) -> float | None:
-    """By the pace since step `start`, which was reached after `before` seconds."""
-    left = [] if settings.time is None else [settings.time - seconds]
+def seconds_left(settings: Settings, step: int, whole: Stopwatch, start: int) -> float | None:
+    """By the pace since step `start`, at which this process began."""
+    left = [] if settings.time is None else [settings.time - whole.seconds]
     if settings.steps is not None and step > start:
-        left.append((seconds - before) / (step - start) * (settings.steps - step))
+        left.append((whole.seconds - whole.before) / (step - start) * (settings.steps - step))
     return max(min(left), 0.0) if left else None

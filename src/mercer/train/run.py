@@ -27,12 +27,15 @@ from .board import Board
 from .checkpoints import Checkpoints, replacing, told_if_full
 from .distributed import Team
 from .folder import Folder, describe, read_journal
+from .initial import start_from
 from .progress import Progress
 from .settings import Settings
 from .signals import end_with_torchrun, signals
 from .state import gather_model, kept_random, read_json, seed_all
 from .tasks import TASKS, Task
+from .threads import choose_threads, threads
 from .trainer import ENDLESS, KernelTrainer
+from .unigram import STUCK, is_stuck
 
 # Trainer, accelerate and torch's generators are global to the process: one run at a time.
 TURNS = threading.RLock()
@@ -42,7 +45,8 @@ TURNS = threading.RLock()
 class Result:
     """How a run ended, and its figures."""
 
-    # "done", "stopped", or "not converged at step N".
+    # "done", "stopped", "not converged at step N" for a loss that is not finite, or
+    # "not converged (unigram)" for one that is no better than the frequencies of tokens.
     status: str
     steps: int
     metrics: dict[str, Any]
@@ -70,7 +74,7 @@ def run(
     """Train, evaluate, and write everything to the folder of the run, if it has one.
 
     Args:
-        on_progress: called in the main process with each log and each evaluation.
+        on_progress: called in the main process with each log, each evaluation and each note.
         say: called with a message, such as one on a damaged checkpoint.
     """
     settings = settings.resolve()
@@ -89,10 +93,18 @@ def _run(
     arguments = make_arguments(settings)
     team = Team(arguments.device, arguments.process_index, arguments.world_size)
     folder = Folder(None if settings.output is None else Path(settings.output), main=team.main)
-    with told_if_full(folder.checkpoints), contextlib.closing(folder):
-        team.tell(lambda: folder.open(settings))
+    with (
+        told_if_full(folder.checkpoints),
+        contextlib.closing(folder),
+        contextlib.ExitStack() as stack,
+    ):
+        settings = team.tell(lambda: folder.open(settings))
         if (ended := team.tell(lambda: _ended(folder, say))) is not None:
             return ended
+        if settings.threads is None:
+            settings = replace(settings, threads=_choose_threads(settings, team, on_progress))
+        assert settings.threads is not None
+        stack.enter_context(threads(settings.threads))
         about = describe(team.device)
         board = None
         if settings.tensorboard and folder.writes and folder.path is not None:
@@ -105,6 +117,8 @@ def _run(
         checkpoint = team.tell(lambda: _find(settings, folder, say))
         if checkpoint is not None:
             load_model(model, str(Path(checkpoint) / "model.safetensors"))
+        elif settings.init is not None:
+            start_from(model, task.tokenizer, settings.init, say if team.main else _silent)
         with signals() as signal:
             trainer = KernelTrainer(
                 settings=settings,
@@ -118,12 +132,15 @@ def _run(
                 about=about,
                 board=board,
             )
-            _rewind(folder, checkpoint, say)
+            _rewind(folder, settings, checkpoint, say)
             begun = time.perf_counter()
             try:
                 trainer.train(resume_from_checkpoint=checkpoint)
                 status = _status(trainer)
-                metrics = _judge(trainer, task, folder) if status == "done" else trainer.metrics
+                metrics = trainer.judge.metrics
+                if status == "done":
+                    metrics = _judge(trainer, task, folder)
+                    status = STUCK if is_stuck(metrics, trainer.state.global_step) else status
             finally:
                 trainer.release()
         result = Result(
@@ -153,6 +170,8 @@ def _ended(folder: Folder, say: Callable[[str], None]) -> Result | None:
         result = stored.read(Result, path, "the result of a run")
     except ValueError as error:
         raise ValueError(f"{error}; remove it, and --resume ends the run again") from None
+    if folder.extends is not None and result.status in ("done", STUCK):
+        return None
     say(f"the run in {folder.path} has ended before: {result.status}")
     history = read_journal(folder.path)
     if not history:
@@ -160,13 +179,21 @@ def _ended(folder: Folder, say: Callable[[str], None]) -> Result | None:
     return replace(result, history=history)
 
 
-def _rewind(folder: Folder, checkpoint: str | None, say: Callable[[str], None]) -> None:
+def _rewind(
+    folder: Folder, settings: Settings, checkpoint: str | None, say: Callable[[str], None]
+) -> None:
     """Cut the journal to what it held when the checkpoint was saved."""
     if checkpoint is None:
         folder.rewind(0)
         return
-    lines = read_json(Path(checkpoint) / "state.json").get("lines")
-    folder.rewind(int(Path(checkpoint).name.split("-")[1]), lines)
+    step = int(Path(checkpoint).name.split("-")[1])
+    state = read_json(Path(checkpoint) / "state.json")
+    # The last evaluation of a run that was extended came after this checkpoint.
+    extended = state.get("steps", settings.steps) != settings.steps
+    lines = None if extended else state.get("lines")
+    folder.rewind(step, lines)
+    if folder.extends is not None:
+        folder.note({"step": step, "steps_before": folder.extends, "steps": settings.steps})
     if folder.writes and lines is not None and len(folder.history) < lines:
         missing = lines - len(folder.history)
         say(f"{folder.path}/metrics.jsonl lacks {missing} of {lines} lines; new ones follow")
@@ -180,6 +207,8 @@ def _status(trainer: KernelTrainer) -> str:
 
 def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]:
     """The last evaluation; saves the trained model if the run has a folder."""
+    if trainer.judge.last_differs:
+        trainer.evaluate(quiet=True)
     trainer.evaluate(final=True)
     if folder.path is not None:
         weights = gather_model(trainer.model)
@@ -189,7 +218,7 @@ def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]
                 task.save_model(trainer.model, weights, aside)
                 if task.tokenizer is not None:
                     task.tokenizer.save_pretrained(aside)
-    return trainer.metrics
+    return trainer.judge.metrics
 
 
 def _find(settings: Settings, folder: Folder, say: Callable[[str], None]) -> str | None:
@@ -201,9 +230,34 @@ def _find(settings: Settings, folder: Folder, say: Callable[[str], None]) -> str
     found = checkpoints.latest(say) if settings.resume else None
     if found is not None:
         say(f"going on from {found.name}")
+    elif folder.extends is not None:
+        raise ValueError(
+            f"the run in {settings.output} has no checkpoint to go on from: start anew with "
+            "another --output"
+        )
     elif settings.resume:
         say(f"there is no checkpoint in {settings.output} yet: starting from the first step")
+    if folder.extends is not None:
+        say(
+            f"the run had {folder.extends} steps and now has {settings.steps}: from here on the "
+            f"learning rate follows the schedule of {settings.steps} steps. A run of that length "
+            "from the start would differ"
+        )
     return None if found is None else str(found)
+
+
+def _choose_threads(
+    settings: Settings, team: Team, on_progress: Callable[[Progress], None] | None
+) -> int:
+    """The number of threads of this machine; each process of a run takes its own."""
+    number, note = choose_threads()
+    if note is not None and team.main and on_progress is not None:
+        on_progress(Progress(step=0, steps=settings.steps, note=note))
+    return number
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
 
 
 def make_arguments(settings: Settings) -> TrainingArguments:

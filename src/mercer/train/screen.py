@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from .progress import Progress
+from .samples import on_one_line
 
 # Seconds between lines where there is no terminal.
 INTERVAL = 10.0
@@ -25,6 +26,9 @@ def progress_line(console: Console) -> Iterator[Callable[[Progress], None]]:
         spoken = [0.0]
 
         def write(progress: Progress) -> None:
+            if progress.note is not None:
+                console.print(escape(progress.note), soft_wrap=True)
+                return
             now = time.monotonic()
             if progress.metrics is None and now - spoken[0] < INTERVAL:
                 return
@@ -33,6 +37,8 @@ def progress_line(console: Console) -> Iterator[Callable[[Progress], None]]:
             console.print(
                 escape(f"step {progress.step}{of}  {progress_words(progress)}"), soft_wrap=True
             )
+            if progress.sample is not None:
+                console.print(sample_words(progress.sample), soft_wrap=True)
 
         yield write
         return
@@ -45,8 +51,14 @@ def progress_line(console: Console) -> Iterator[Callable[[Progress], None]]:
         judged = [""]
 
         def show(progress: Progress) -> None:
+            if progress.note is not None:
+                bar.console.print(escape(progress.note), soft_wrap=True)
+                return
             if progress.metrics is not None:
                 judged[0] = metric_words(progress.metrics)
+                if progress.sample is not None:
+                    bar.console.print(f"[dim]step {progress.step}[/]", end="")
+                    bar.console.print(sample_words(progress.sample), soft_wrap=True)
                 return
             text = "  ".join(part for part in (progress_words(progress), judged[0]) if part)
             bar.update(
@@ -65,6 +77,12 @@ def progress_words(progress: Progress) -> str:
     if progress.seconds_left is not None:
         parts.append(f"{duration(progress.seconds_left)} left")
     return "  ".join(parts)
+
+
+def sample_words(sample: dict[str, str]) -> str:
+    """What the model was given, dim, and what it wrote."""
+    given, written = (escape(on_one_line(sample[name])) for name in ("prompt", "sample"))
+    return f"  [dim]{given} →[/] {written}"
 
 
 def metric_words(metrics: dict[str, Any]) -> str:

@@ -22,15 +22,15 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 MODES = ("blocks", "sliding", "memory")
 
-# May differ on resume: they change logging, storage and sharding, not the result.
+# May differ on resume: they change logging, storage, sharding and rounding, not the result.
 FREE = (
-    "output", "resume", "log_every", "eval_every", "eval_sparingly", "save_every", "keep",
-    "tensorboard", "accumulate", "workers", "fsdp", "device", "cache",
+    "output", "resume", "log_every", "eval_every", "save_every", "keep", "samples", "threads",
+    "grown_from", "tensorboard", "accumulate", "workers", "fsdp", "device", "cache",
 )  # fmt: skip
 
 WHOLE = (
     "steps", "batch", "length", "accumulate", "log_every", "eval_every", "save_every", "keep",
-    "beams", "eval_items",
+    "beams", "eval_items", "threads", "grown_from",
 )  # fmt: skip
 
 # More than any run needs; numbers that arithmetic of 64 bits cannot take are mistakes.
@@ -73,7 +73,9 @@ class Settings:
     tokenizer: str | None = None
     data_options: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
-    # The budget, steps or time, whichever ends first. Time counts seconds in steps only.
+    # A run or a saved model whose weights are the initial ones.
+    init: str | None = None
+    # The budget, steps or time, whichever ends first. Time counts evaluations and checkpoints, too.
     steps: int | None = None
     time: float | None = None
     # A step sees `batch` sequences of `length` tokens, over all processes, in `accumulate` parts.
@@ -96,21 +98,26 @@ class Settings:
     device: str | None = None
     fsdp: bool = False
     workers: int = 0
+    # CPU threads; None: as many as are free, chosen once.
+    threads: int | None = None
     # How often, in steps; None: about a hundred logs and ten evaluations, a checkpoint with each.
     log_every: int | None = None
     eval_every: int | None = None
-    # Skip evaluations that take over half as long as the steps; None: if eval_every is None.
-    eval_sparingly: bool | None = None
     save_every: int | None = None
     keep: int = 2
-    # How a language model is evaluated, and on how many tokens, pairs or images at most.
+    # How a language model is evaluated, and on how many tokens, pairs or images at most; None: the
+    # last evaluation on all, earlier ones on as many as the steps between two of them see.
     evaluate_by: str = "blocks"
     eval_items: int | None = None
+    # A short text of the model with each evaluation.
+    samples: bool = True
     beams: int = 4
     # Where the files go; None: nowhere.
     output: str | None = None
     resume: bool = False
     tensorboard: bool = False
+    # The number of steps before the run was last extended; set by the run itself.
+    grown_from: int | None = None
 
     def resolve(self) -> Settings:
         """The same with all fields filled, or ValueError."""
@@ -136,7 +143,6 @@ class Settings:
             "smoothing": _or(self.smoothing, smoothing),
             "log_every": _or(self.log_every, _every(steps, 100)),
             "eval_every": _or(self.eval_every, _every(steps, 10)),
-            "eval_sparingly": _or(self.eval_sparingly, self.eval_every is None),
             "system_options": dict(self.system_options),
             "overrides": dict(self.overrides),
             "data_options": dict(self.data_options),

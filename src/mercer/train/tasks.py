@@ -6,6 +6,7 @@ A task has the data, the model, the loss and the evaluation. The trainer is the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -16,13 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import Subset
 
 from .. import data, models
 from ..models import presets
 from ..names import suggest
-from . import evaluate
+from . import evaluate, samples
 from .distributed import Team
 from .settings import Settings
+from .unigram import MOST, Unigram
 
 IGNORE = -100
 
@@ -33,10 +36,15 @@ class Task(ABC):
     # The unit of speed, the name of an item, and whether batches differ in shape.
     unit = "tokens"
     noun = "blocks"
+    # What an evaluation counts.
+    judged = "tokens"
     ragged = False
     train: Any
+    valid: Any
     tokenizer: Any = None
     source: str
+    # With a sketch of the data alone: where its numbers come from.
+    how: str | None = None
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -50,13 +58,25 @@ class Task(ABC):
         assert self.settings.length is not None
         return self.settings.length
 
+    @property
+    def step_items(self) -> int:
+        """What a step trains on, counted as evaluations are."""
+        assert self.settings.batch is not None
+        return self.settings.batch
+
     @abstractmethod
     def build(self) -> Any:
         """The model, initialised by the seed."""
 
     @abstractmethod
-    def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
-        """The metrics of the task."""
+    def evaluate(
+        self, model: Any, team: Team, *, final: bool, items: int | None = None
+    ) -> dict[str, Any]:
+        """The metrics of the task, on at most `items` items."""
+
+    def sample(self, model: Any, team: Team) -> dict[str, str] | None:
+        """A short text of the model, and what it was given."""
+        return None
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         return {n: torch.stack([torch.as_tensor(i[n]) for i in items]) for n in items[0]}
@@ -119,9 +139,17 @@ class Task(ABC):
         """Write files for `from_pretrained`; `weights` are gathered, also of a sharded model."""
         model.save_pretrained(path, state_dict=weights)
 
-    def _limit(self, items: int) -> int:
-        most = self.settings.eval_items
-        return items if most is None else max(1, min(items, most))
+    def _limit(self, number: int, items: int | None = None) -> int:
+        """`number`, at most `eval_items` and at most `items`."""
+        given = (number, self.settings.eval_items, items)
+        return max(1, min(n for n in given if n is not None))
+
+    def _spread(self, data: Any, items: int | None) -> Any:
+        """As many items as an evaluation may have, spread evenly: data may be sorted."""
+        number = self._limit(len(data), items)
+        if number == len(data):
+            return data
+        return Subset(data, [n * len(data) // number for n in range(number)])
 
 
 def check_least(name: str, settings: Settings, least: int, what: str) -> None:
@@ -134,9 +162,11 @@ def check_least(name: str, settings: Settings, least: int, what: str) -> None:
 class LanguageModel(Task):
     """Predict the next token."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, sketch: bool = False) -> None:
         super().__init__(settings)
-        self.text = self.read(data.text, tokenizer=settings.tokenizer, seed=settings.seed)
+        read = data.sketch_text if sketch else data.text
+        self.text = self.read(read, tokenizer=settings.tokenizer, seed=settings.seed)
+        self.valid, self.how = self.text.valid, self.text.how if sketch else None
         assert settings.length is not None
         self.length = settings.length
         self.tokenizer = self.text.tokenizer
@@ -150,6 +180,10 @@ class LanguageModel(Task):
             config = presets.lm(self.settings.preset, **parts, context_length=self.length)
         return config
 
+    @property
+    def step_items(self) -> int:
+        return super().step_items * self.length
+
     def build(self) -> Any:
         return models.KernelLM(self.config())
 
@@ -160,12 +194,28 @@ class LanguageModel(Task):
         loss: Tensor = outputs.loss
         return loss
 
-    def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
+    @functools.cached_property
+    def unigram(self) -> Unigram:
+        return Unigram(self.text.train.ids, len(self.tokenizer))
+
+    def sample(self, model: Any, team: Team) -> dict[str, str] | None:
+        """The most likely continuation of a passage in the middle of the validation data."""
+        start = len(self.valid) // 2
+        prompt = self.valid.slice(start, start + min(samples.PROMPT, self.length // 2))
+        found = samples.continue_text(model, prompt, team=team, precision=self.precision)
+        return {
+            "prompt": self.tokenizer.decode(prompt.tolist(), skip_special_tokens=True),
+            "sample": self.tokenizer.decode(found),
+        }
+
+    def evaluate(
+        self, model: Any, team: Team, *, final: bool, items: int | None = None
+    ) -> dict[str, Any]:
         """Nats per token, perplexity, and bits per byte of the text."""
-        settings, file = self.settings, self.text.valid
+        settings, file = self.settings, self.valid
         assert settings.batch is not None
         batch = max(1, settings.batch // (settings.accumulate * team.size))
-        tokens = min(len(file), max(settings.eval_items or len(file), 2))
+        tokens = min(len(file), max(self._limit(len(file), items), 2))
         if settings.evaluate_by == "memory":
             loss, targets = evaluate.stream_loss(
                 model, file.ids[:tokens], length=self.length, streams=batch, team=team,
@@ -187,10 +237,11 @@ class LanguageModel(Task):
             "perplexity": evaluate.perplexity(loss / targets),
             "bits_per_byte": loss / math.log(2) / self._bytes(tokens),
             "eval_tokens": int(targets),
+            "unigram_loss": float(self.unigram.total(file.slice(1, tokens))) / (tokens - 1),
         }
 
     def _bytes(self, tokens: int) -> int:
-        file = self.text.valid
+        file = self.valid
         if tokens == len(file):
             return file.num_bytes
         text = self.tokenizer.decode(file.ids[:tokens].tolist(), skip_special_tokens=True)
@@ -200,12 +251,14 @@ class LanguageModel(Task):
 class Translation(Task):
     """Translate sentences."""
 
-    noun = "pairs"
+    noun = judged = "pairs"
     ragged = True
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, sketch: bool = False) -> None:
         super().__init__(settings)
-        self.pairs = self.read(data.pairs, tokenizer=settings.tokenizer)
+        read = data.sketch_pairs if sketch else data.pairs
+        self.pairs = self.read(read, tokenizer=settings.tokenizer)
+        self.how = self.pairs.how if sketch else None
         self.tokenizer = self.pairs.tokenizer
         self.source = self.pairs.source
         self.train = self.pairs.encoded("train", max_length=settings.length)
@@ -226,32 +279,52 @@ class Translation(Task):
         model.generation_config.num_beams = self.settings.beams
         return model
 
-    def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
+    @functools.cached_property
+    def unigram(self) -> Unigram:
+        return Unigram(self.train.targets(MOST), len(self.tokenizer))
+
+    def sample(self, model: Any, team: Team) -> dict[str, str] | None:
+        """The greedy translation of the first validation sentence."""
+        (source, target), given = self.pairs.valid[0], self._sources([self.valid[0]])
+        found = samples.translate(model, given, team=team, precision=self.precision)
+        return {"prompt": source, "sample": self._decode(found)[0], "reference": target}
+
+    def evaluate(
+        self, model: Any, team: Team, *, final: bool, items: int | None = None
+    ) -> dict[str, Any]:
         """Nats per token and perplexity; after training, BLEU, too."""
         settings = self.settings
         assert settings.batch is not None
         batch = max(1, settings.batch // (settings.accumulate * team.size))
-        loss, targets, _ = evaluate.mean_loss(
-            model, self.valid, self._limit(len(self.valid)), batch=batch, collate=self.collate,
+
+        def frequent(outputs: Any, inputs: dict[str, Any]) -> Tensor:
+            return self.unigram.total(inputs["labels"])
+
+        valid = self._spread(self.valid, items)
+        loss, targets, plain = evaluate.mean_loss(
+            model, valid, len(valid), batch=batch, collate=self.collate, look=frequent,
             targets=self.count_targets, team=team, precision=self.precision,
         )  # fmt: skip
         found: dict[str, Any] = {
             "eval_loss": loss / targets,
             "perplexity": evaluate.perplexity(loss / targets),
+            "unigram_loss": plain / targets,
         }
         if final:
             split = "valid" if self.pairs.test is None else "test"
-            pairs, items = self.pairs.split(split), self.pairs.encoded(split)
+            pairs, encoded = self.pairs.split(split), self.pairs.encoded(split)
 
             def inputs(numbers: list[int]) -> dict[str, Any]:
-                batch = self.collate([items[n] for n in numbers])
-                return {name: x for name, x in batch.items() if name != "labels"}
+                return self._sources([encoded[n] for n in numbers])
 
             found |= evaluate.score_translations(
-                model, pairs[: self._limit(len(pairs))], inputs=inputs, decode=self._decode,
+                model, pairs[: self._limit(len(pairs), items)], inputs=inputs, decode=self._decode,
                 batch=batch, beams=settings.beams, team=team, precision=self.precision,
             )  # fmt: skip
         return found
+
+    def _sources(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        return {name: x for name, x in self.collate(items).items() if name != "labels"}
 
     def _decode(self, ids: Tensor) -> list[str]:
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -262,15 +335,15 @@ class Vision(Task):
     """Classify images."""
 
     unit = "patches"
-    noun = "images"
+    noun = judged = "images"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, sketch: bool = False) -> None:
         super().__init__(settings)
         size = settings.overrides.get("image_size")
         given = {} if size is None or "size" in settings.data_options else {"size": size}
         self.images = self.read(data.images, **given)
         self.source = self.images.source
-        self.train = self.images.train
+        self.train, self.valid = self.images.train, self.images.valid
         self.patches = 1
 
     def sequence_length(self, config: Any) -> int:
@@ -310,9 +383,11 @@ class Vision(Task):
     def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
         return inputs["pixel_values"].shape[0] * self.patches
 
-    def evaluate(self, model: Any, team: Team, *, final: bool) -> dict[str, Any]:
+    def evaluate(
+        self, model: Any, team: Team, *, final: bool, items: int | None = None
+    ) -> dict[str, Any]:
         """The mean loss and the top-1 accuracy."""
-        settings, valid = self.settings, self.images.valid
+        settings, valid = self.settings, self._spread(self.valid, items)
         assert settings.batch is not None
 
         def right(outputs: Any, inputs: dict[str, Any]) -> Tensor:
@@ -320,14 +395,14 @@ class Vision(Task):
             return hits
 
         loss, targets, hits = evaluate.mean_loss(
-            model, valid, self._limit(len(valid)), collate=self.collate, team=team, look=right,
+            model, valid, len(valid), collate=self.collate, team=team, look=right,
             batch=max(1, settings.batch // (settings.accumulate * team.size)),
             targets=self.count_targets, precision=self.precision,
         )  # fmt: skip
         return {"eval_loss": loss / targets, "accuracy": hits / targets}
 
 
-TASKS: dict[str, Callable[[Settings], Task]] = {
+TASKS: dict[str, Callable[..., Task]] = {
     "lm": LanguageModel,
     "translation": Translation,
     "vision": Vision,

@@ -7,17 +7,13 @@ end of a run, and checkpoints that hold everything the next step depends on.
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -28,20 +24,13 @@ from .checkpoints import Checkpoints
 from .conductor import Conductor
 from .distributed import Spread, Team, Watch, spread
 from .folder import Folder
+from .judge import Judge
 from .optimiser import make_optimizer, rate_after
 from .order import Order, Stream
-from .progress import Counts, Progress, Stopwatch, seconds_left
+from .progress import Counts, Pace, Progress, Stopwatch, seconds_left
+from .saving import load, save
 from .settings import Settings
-from .state import (
-    gather_model,
-    gather_optimizer,
-    gather_random,
-    kept_random,
-    load_optimizer,
-    read_json,
-    restore_random,
-    seed_all,
-)
+from .state import read_json, restore_random, seed_all
 from .tasks import Task
 
 # Trainer needs a number of steps; a run that ends by time alone never reaches this one.
@@ -79,17 +68,19 @@ class KernelTrainer(Trainer):
         self.about = about
         self.board = board
         self.watch = Watch(team)
+        # Seconds of steps alone, and of the whole run.
         self.clock = Stopwatch()
+        self.whole = Stopwatch()
+        # What `whole` will say after one more step, agreed upon by all processes.
         self.agreed_seconds = 0.0
         self.broken_at: int | None = None
         self.stopped_by = 0
-        self.metrics: dict[str, float] = {}
-        # Seconds spent in evaluations, and whether one is left over from before a stop.
-        self.judging = 0.0
+        # Whether an evaluation is left over from before a stop.
         self.owing = False
+        self.judge = Judge(settings, task, team)
         self.counts = Counts(team)
         self._tokens = self.counts.tokens
-        self._began = 0.0
+        self.pace = Pace()
         self._progress = Progress(step=0, steps=settings.steps)
         self._step_loss: Tensor | None = None
         self._norm: Tensor = torch.zeros(())
@@ -191,7 +182,8 @@ class KernelTrainer(Trainer):
         if self.lr_scheduler is None:
 
             def factor(step: int) -> float:
-                return rate_after(step, self.agreed_seconds, self.settings)
+                limit = self.judge.budget.limit
+                return rate_after(step, self.agreed_seconds, self.settings, limit)
 
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer or self.optimizer, factor
@@ -200,10 +192,14 @@ class KernelTrainer(Trainer):
         return self.lr_scheduler
 
     def begin(self, state: TrainerState) -> None:
-        """Seed this process, set the start of the data, and start the clock."""
+        """Seed this process, set the start of the data, and start the clocks."""
         # A resumed run loads its generator states after this.
         seed_all(self.settings.seed, self.team.rank, state.global_step)
         self.order.start = state.global_step
+        self.whole.start()
+        note = self.judge.begin(self.model)
+        if note is not None and self.on_progress is not None:
+            self.on_progress(Progress(step=0, steps=self.settings.steps, note=note))
         self.clock.start()
         if self.owing:
             self.owing = False
@@ -212,8 +208,9 @@ class KernelTrainer(Trainer):
     def note_step(self, step: int) -> None:
         """Share this process's outcome of a step with all processes."""
         assert self._step_loss is not None
-        self.watch.post(step, self._step_loss, self._norm, self.signal(), self.clock.seconds)
         first = not self.counts.started
+        seconds = self.whole.seconds + self.pace.lap(self.clock.seconds)
+        self.watch.post(step, self._step_loss, self._norm, self.signal(), seconds)
         self.counts.add(self._tokens, self._step_loss, self.clock)
         if first:
             self.folder.begin(self.settings, self.about)
@@ -244,7 +241,7 @@ class KernelTrainer(Trainer):
         self._tell(
             step, numbers | ({} if speed is None else {"tokens_per_second": round(speed, 1)})
         )
-        left = seconds_left(self.settings, step, self.clock.seconds, self.order.start, self._began)
+        left = seconds_left(self.settings, step, self.whole, self.order.start)
         self._progress = Progress(
             step=step, steps=self.settings.steps, loss=loss, learning_rate=logs["learning_rate"],
             tokens_per_second=speed, seconds_left=left,
@@ -264,67 +261,31 @@ class KernelTrainer(Trainer):
         metric_key_prefix: str = "eval",
         *,
         final: bool = False,
+        quiet: bool = False,
     ) -> dict[str, float]:
-        """The metrics of the task; leaves the state of training unchanged."""
-        began = time.perf_counter()
-        with self.clock.paused(), kept_random():
-            self.metrics = self.task.evaluate(self.model, self.team, final=final)
-        self.judging += time.perf_counter() - began
-        self._tell(self.state.global_step, dict(self.metrics))
-        if self.on_progress is not None:
-            step = self.state.global_step
-            self.on_progress(replace(self._progress, step=step, metrics=self.metrics))
-        return {f"{metric_key_prefix}_{name}": value for name, value in self.metrics.items()}
+        """The metrics of the task, shown unless `quiet`; the state of training is unchanged."""
+        with self.clock.paused():
+            metrics, text = self.judge.evaluate(self.model, final=final, sample=not quiet)
+        step = self.state.global_step
+        self._tell(step, dict(metrics))
+        if text is not None:
+            self.folder.note({"step": step, **text})
+        if self.on_progress is not None and not quiet:
+            progress = replace(self._progress, step=step, metrics=metrics, sample=text)
+            self.on_progress(progress)
+        return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Everything the next step depends on; collective."""
-        assert self.checkpoints is not None
         with self.clock.paused():
-            weights = gather_model(self.model)
-            numbers = gather_optimizer(self.model, self.optimizer)
-            state = {
-                "scheduler": {
-                    name: value
-                    for name, value in self.lr_scheduler.state_dict().items()
-                    if name != "lr_lambdas"
-                },
-                "seconds": self.clock.seconds,
-                "judging": self.judging,
-                "owing": self.owing,
-                "lines": len(self.folder.history),
-                **self.counts.state(),
-            }
-            chance = gather_random()
-
-            def fill(path: Path) -> None:
-                self.task.save_model(self.model, weights, path)
-                save_file(numbers, path / "optimizer.safetensors")
-                (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
-                (path / "random.json").write_text(json.dumps(chance), encoding="utf-8")
-                self.state.save_to_json(str(path / "trainer_state.json"))
-
-            def save(checkpoints: Checkpoints) -> None:
-                self.folder.sync()
-                checkpoints.save(self.state.global_step, fill)
-
-            # If the disk is full, all processes get the error and end.
-            self.team.tell(partial(save, self.checkpoints))
+            save(self)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Do nothing: the weights were loaded before the model was sharded."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        state = read_json(Path(checkpoint) / "state.json")
-        load_optimizer(Path(checkpoint), self.model, self.optimizer)
-        self.lr_scheduler.load_state_dict(state["scheduler"] | {"lr_lambdas": [None]})
-        rates = self.lr_scheduler.get_last_lr()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.clock.before = self._began = self.agreed_seconds = state["seconds"]
-        self.judging, self.owing = state.get("judging", 0.0), state.get("owing", False)
-        self.counts.load(state, step=self.state.global_step)
+        if checkpoint is not None:
+            load(self, Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
