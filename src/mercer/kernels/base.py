@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import mul
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,25 @@ from ..term.term import Term
 from .entry import Entry
 
 MAX_TERMS = 64
+# The longest list that is kept as text.
+MAX_LISTED = 1024
+
+
+def as_text(args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """The arguments of a call as text; None if one is not a number, a string or a list of these."""
+    texts = []
+    for name, x in (*(("", x) for x in args), *named.items()):
+        each = x if isinstance(x, list | tuple) else [x]
+        if len(each) > MAX_LISTED or not all(_is_literal(one) for one in each):
+            return None
+        texts.append(f"{name}={x!r}" if name else repr(x))
+    return ", ".join(texts)
+
+
+def _is_literal(x: Any) -> bool:
+    if type(x) is float:
+        return math.isfinite(x)
+    return x is None or type(x) in (bool, int, str)
 
 
 def is_finite(number: float) -> bool:
@@ -34,6 +54,14 @@ class Kernel(nn.Module):
     valid: bool = True
     relative: bool = False  # whether it reads i - j
     on: str = "content"
+    # The arguments that it was made with, as text; None if one of them has no text.
+    arguments: str | None
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        kernel = super().__new__(cls)
+        # nn.Module takes attributes after its own __init__ only.
+        object.__setattr__(kernel, "arguments", as_text(args, named))
+        return kernel
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         """log w(q_i, k_j), [B, H, Q, K]."""
