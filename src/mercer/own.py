@@ -91,6 +91,7 @@ def locate(source: str) -> Path:
 
 def find(source: str, name: str, kind: type, trust: Trust) -> type:
     """The class of a source; ValueError if the source is not trusted, or has no such class."""
+    is_file(source)
     module = load(_chosen(source, trusted(trust)))
     found = getattr(module, name, None)
     what = kind.__name__.lower()
@@ -100,7 +101,7 @@ def find(source: str, name: str, kind: type, trust: Trust) -> type:
         raise ValueError(f"{source} has no {what} {name!r}; {hint}")
     if not _fits(found, kind):
         raise ValueError(f"{name} in {source} must be a subclass of mercer's {kind.__name__}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def load(source: str) -> types.ModuleType:
@@ -121,7 +122,7 @@ def load(source: str) -> types.ModuleType:
             same = Path(there).resolve() == path
             if same and vars(module).get("__version_of_file__", version) == version:
                 return module
-    name = f"{path.stem}-{version[:16]}"
+    name = f"{path.stem}-{hashlib.sha256(bytes(path) + text).hexdigest()[:16]}"
     module = types.ModuleType(name)
     vars(module).update(__file__=str(path), __version_of_file__=version)
     # Dataclasses look for their module there.
@@ -150,14 +151,20 @@ def name_of(cls: type) -> tuple[str, str]:
     return f"{Path(file).name}:{cls.__name__}", str(Path(file).resolve())
 
 
-def digests(texts: Any, trust: Trust) -> dict[str, str]:
-    """For each source that texts name, the start of its file's SHA-256."""
+def digests(names: Sequence[str], trust: Trust) -> dict[str, str]:
+    """For each source, the start of its file's SHA-256."""
     found = {}
-    for source in sources(texts):
+    for source in names:
         file = load(_chosen(source, trusted(trust))).__file__
         if file is not None:
             found[source] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     return found
+
+
+def untrusted(names: Sequence[str], trust: Trust) -> tuple[str, ...]:
+    """The sources that are not in trust."""
+    known = trusted(trust)
+    return tuple(name for name in names if not any(_common(name, one) for one in known))
 
 
 @contextlib.contextmanager
@@ -194,14 +201,9 @@ def describe(error: BaseException) -> str:
 
 def _chosen(source: str, trust: Sequence[str]) -> str:
     """The trusted name that a source means: the one with the most parts in common at its end."""
-    parts = _parts(source)
-
-    def common(name: str) -> int:
-        pairs = zip(reversed(parts), reversed(_parts(name)), strict=False)
-        return next((n for n, (a, b) in enumerate(pairs) if a != b), len(parts))
-
-    most = max(map(common, trust), default=0)
-    found = [name for name in trust if common(name) == most]
+    shared = {name: _common(source, name) for name in trust}
+    most = max(shared.values(), default=0)
+    found = [name for name, count in shared.items() if count == most]
     if not most:
         raise ValueError(
             f"this needs kernels of {source}, and a text alone imports nothing: if you trust this "
@@ -210,6 +212,12 @@ def _chosen(source: str, trust: Sequence[str]) -> str:
     if len(found) > 1:
         raise ValueError(f"{source} may be {' or '.join(found)}: trust one of them")
     return found[0]
+
+
+def _common(a: str, b: str) -> int:
+    """How many parts two names have in common, counted from their ends."""
+    pairs = list(zip(reversed(_parts(a)), reversed(_parts(b)), strict=False))
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
 
 
 def _parts(source: str) -> list[str]:

@@ -74,14 +74,14 @@ def write(kernel: Kernel) -> tuple[str, tuple[str, ...]]:
             )
         sign = " + " if isinstance(kernel, Sum) else " * "
         return sign.join(texts), tuple(dict.fromkeys(name for each in trusts for name in each))
-    cls = type(kernel)
+    cls: type[Kernel] = type(kernel)
     try:
         if kernel.arguments is None:
             raise ValueError(
                 f"{cls.__name__} has no text form, since its arguments are not all numbers, text "
                 "or lists of these"
             )
-        if KERNELS.get(cls.__name__) is cls:
+        if cls in kernels.KERNELS and cls.__name__ in KERNELS:
             return f"{cls.__name__}({kernel.arguments})", ()
         if cls in kernels.KERNELS:
             raise ValueError(f"{cls.__name__} has no text form, since it is made of tensors")

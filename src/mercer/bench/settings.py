@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..dispatch.choose import BACKENDS, NAMES
+from ..names import suggest
 from .catalogue import KERNELS, build_filter, one_of_each_kind
 from .peers import PEERS
 from .workload import Workload
@@ -143,7 +144,7 @@ def _choose(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in chosen:
         if name not in known:
-            raise ValueError(f"{option} must be among all, {', '.join(known)}, but has {name!r}")
+            raise ValueError(f"{option} has no {name!r}; {suggest(name, ('all', *known))}")
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import types
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 
+from .. import own
 from ..filters import Documents, Filter
 from ..nn import KernelAttention, Learned, Sinusoid, TokenKernels
 from .block import Block, is_known, leading_zeros, make_norm
 from .cache import KernelCache
 from .config import KernelConfig
 from .parts import Parts, Place, build, most_places
+from .patched import record, remember
 from .starts import restart
 
 # How often each block may be recompiled: other lengths, with and without gradients, and so on.
@@ -47,8 +50,13 @@ class KernelModel(PreTrainedModel):
         """As in transformers, but a tensor that the files lack is an error.
 
         With `ignore_mismatched_sizes=True` it is initialised anew, as for another head.
+        `trust_kernels="my_kernels.py"` imports that file, or module, for the kernels of the config.
         """
         told = kwargs.pop("output_loading_info", False)
+        config = kwargs.get("config")
+        if isinstance(config, KernelConfig) and "trust_kernels" in kwargs:
+            kwargs["config"] = config = copy.deepcopy(config)
+            config.add_trust(*own.trusted(kwargs.pop("trust_kernels")))
         found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = found
         missing = sorted(info["missing_keys"])
@@ -61,7 +69,11 @@ class KernelModel(PreTrainedModel):
         return (model, info) if told else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, but the weights can be read by those who can read the config."""
+        """As in transformers, but the weights can be read by those who can read the config.
+
+        Kernels that have replaced those of the config are written into the config.
+        """
+        record(self, self.attention_by_field())
         super().save_pretrained(save_directory, *args, **kwargs)
         folder = Path(save_directory)
         # safetensors makes files for their owner alone; the config follows the umask.
@@ -98,8 +110,10 @@ class KernelModel(PreTrainedModel):
     ) -> Block:
         """One block, with the options of the config."""
         config = self.config
+        attention = build(parts, place)
+        remember(attention, parts)
         block = Block(
-            build(parts, place),
+            attention,
             d_ff=config.d_ff,
             norm=config.norm,
             activation=config.activation,
@@ -113,6 +127,11 @@ class KernelModel(PreTrainedModel):
         for linear in block.residual:
             linear.start_scale = scales[config.residual_start]
         return block
+
+    def attention_by_field(self) -> dict[str, list[Any]]:
+        """The layers of attention whose kernels a field of the config has."""
+        blocks: Any = self.blocks
+        return {"kernel": [block.attention for block in blocks]}
 
     def shape(self, **more: Any) -> dict[str, Any]:
         """Arguments of KernelAttention that are the same in all layers."""

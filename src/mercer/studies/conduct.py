@@ -21,7 +21,7 @@ from .curves import draw_curves
 from .ledger import Ledger, Record, Shard, claim
 from .paper import beside
 from .screen import Screen
-from .study import PARTS, Job, Study
+from .study import OF_VARIANTS, Job, Study
 from .table import Row, as_markdown, rows
 from .tune import say_chosen
 
@@ -155,7 +155,7 @@ def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
     old: dict[str, str] = {}
     for record in records.values():
         changed = study.differences(record)
-        if budget := [text for name, text in changed.items() if name not in PARTS]:
+        if budget := [text for name, text in changed.items() if name not in OF_VARIANTS]:
             raise ValueError(
                 f"{ledger.folder} holds results of another budget: {'; '.join(budget)}. "
                 "The two cannot be compared: give this study another folder by --output, "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import runpy
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from .. import own
 from .study import Study
 
 # Built in: each is a file beside this one.
@@ -31,28 +31,20 @@ def find(text: str) -> Path:
 
 
 def read(path: Path) -> Study:
-    """The `study` that a file defines, named after the file unless it has a name."""
+    """The `study` that a file defines, named after the file unless it has a name.
+
+    The file can import modules beside it.
+    """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
-        names = runpy.run_path(str(path), run_name="mercer_study")
+        with own.importable(path.parent):
+            names = runpy.run_path(str(path), run_name="mercer_study")
     except Exception as error:
-        raise ValueError(f"{_place(path, error)}: {error or type(error).__name__}") from error
+        raise ValueError(f"{own.place(path, error)}: {error or type(error).__name__}") from error
     if "study" not in names:
         raise ValueError(f"{path} must define `study = Study(...)`, but has no `study`")
     study = names["study"]
     if not isinstance(study, Study):
         raise ValueError(f"`study` in {path} must be a mercer.studies.Study, got {study!r:.80}")
     return replace(study, name=path.stem) if study.name == "study" else study
-
-
-def _place(path: Path, error: Exception) -> str:
-    """file:line of the last line of the user's file that ran."""
-    if isinstance(error, SyntaxError):
-        return f"{path}:{error.lineno}"
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).name == path.name
-    ]
-    return f"{path}:{lines[-1]}" if lines else str(path)

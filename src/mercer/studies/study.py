@@ -7,7 +7,6 @@ budgets never share a table.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -15,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from .. import own, parse
+from ..names import suggest
 from ..systems import SYSTEMS
 from .ledger import Record
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 # The training settings that a variant may set: the parts and shape of the model, but not data,
 # steps or rates.
 PARTS = ("system", "kernel", "position", "value", "filter", "system_options", "overrides")
+# Settings in which the jobs of variants differ: their parts, and the files of their own kernels.
+OF_VARIANTS = (*PARTS, "kernel_files")
 # Settings that the study sets for each job.
-ELSEWHERE = ("task", "seed", "output", "resume")
+ELSEWHERE = ("task", "seed", "output", "resume", "trust_kernels", "kernel_files")
 
 
 class Variant:
@@ -51,7 +54,12 @@ class Variant:
                 )
             parts["system"] = name
         self.name = name
-        self.parts = parts
+        try:
+            # Kernels as text; a study is Python, so what its texts name may be imported.
+            self.parts, needed = parse.spell(parts)
+            self.trust = own.trusted((*needed, *own.sources(parts)))
+        except ValueError as error:
+            raise ValueError(f"variant {name!r}: {error}") from None
 
     def __repr__(self) -> str:
         parts = [f"{name}={part!r}" for name, part in self.parts.items()]
@@ -162,7 +170,7 @@ class Study:
         }
         if variant is None:
             # An unknown variant may have any parts, but must have the same budget.
-            changed = {name: text for name, text in changed.items() if name not in PARTS}
+            changed = {name: text for name, text in changed.items() if name not in OF_VARIANTS}
         return changed
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
@@ -180,13 +188,14 @@ class Study:
         known = [entry.name for entry in fields(Settings)]
         for name in self.budget:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
                 raise ValueError(
-                    f"the budget sets {name!r}, which is not a setting of training; {hint}"
+                    f"the budget sets {name!r}, which is not a setting of training; "
+                    f"{suggest(name, known)}"
                 )
         tuned = self.chosen.get(variant.name, {})
         chosen = {"task": self.task, **self.budget, **tuned, **variant.parts, "seed": seed}
+        if variant.trust:
+            chosen["trust_kernels"] = variant.trust
         # Config fields of the budget and of the variant are merged.
         both = [source.get("overrides", {}) for source in (self.budget, variant.parts)]
         chosen["overrides"] = {**both[0], **both[1]}
