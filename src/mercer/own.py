@@ -192,6 +192,16 @@ def place(path: Path, error: BaseException) -> str:
     return f"{path}:{lines[-1]}" if lines else str(path)
 
 
+def blame(error: BaseException, trust: Trust) -> str | None:
+    """An error in trusted code, with its file and line; None for an error elsewhere."""
+    names = trusted(trust)
+    files = {n if is_file(n) else getattr(sys.modules.get(n), "__file__", None) for n in names}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in files:
+            return f"{frame.filename}:{frame.lineno}: {describe(error)}"
+    return None
+
+
 def describe(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     lines = str(error).strip().splitlines()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+import re
 import shutil
 import types
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from transformers import initialization as init
 
 from .. import own
 from ..filters import Documents, Filter
+from ..names import suggest
 from ..nn import KernelAttention, Learned, Sinusoid, TokenKernels
 from .block import Block, is_known, leading_zeros, make_norm
 from .cache import KernelCache
@@ -57,7 +60,16 @@ class KernelModel(PreTrainedModel):
         if isinstance(config, KernelConfig) and "trust_kernels" in kwargs:
             kwargs["config"] = config = copy.deepcopy(config)
             config.add_trust(*own.trusted(kwargs.pop("trust_kernels")))
-        found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        try:
+            found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        except TypeError as error:
+            name = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if name is None or name[1] not in kwargs:
+                raise
+            fields = [*inspect.signature(cls.config_class).parameters, "trust_kernels"]
+            raise ValueError(
+                f"from_pretrained takes no {name[1]!r}; {suggest(name[1], fields)}"
+            ) from None
         model, info = found
         missing = sorted(info["missing_keys"])
         if missing and not kwargs.get("ignore_mismatched_sizes"):

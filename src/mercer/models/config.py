@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedConfig
@@ -33,6 +34,11 @@ SPELLED = (
 MOST_LAYERS = 10_000
 # Fields of transformers' own that a preset may set.
 LABELS = {"num_labels": int | None, "id2label": Mapping | None, "label2id": Mapping | None}
+# Arguments of transformers' configs that are not attributes of the class.
+OTHERS = (
+    "trust_kernels", "torch_dtype", "name_or_path", "output_attentions", "attn_implementation",
+    "experts_implementation", "auto_map", "quantization_config", "custom_pipelines",
+)  # fmt: skip
 # The words for a type in a message.
 WORDS = {
     bool: "True or False",
@@ -54,6 +60,11 @@ class KernelConfig(PreTrainedConfig):
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
+        for name in kwargs:
+            if not self._knows(name):
+                known = [*signature(type(self)).parameters, *LABELS]
+                hint = suggest(name, (n for n in known if n != "kwargs"))
+                raise ValueError(f"a {self.model_type} has no field {name!r}; {hint}")
         # Files and modules with classes of the text; never stored, since a text imports nothing.
         self.trust_kernels = own.trusted(kwargs.pop("trust_kernels", None))
         self._spell()
@@ -72,10 +83,22 @@ class KernelConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers; `trust_kernels` counts only as an argument."""
-        given = {n: x for n, x in config_dict.items() if n != "trust_kernels"}
+        # Fields of other versions may be in a file; a person's slip is not.
+        given = {n: x for n, x in config_dict.items() if n != "trust_kernels" and cls._knows(n)}
         if (trust := kwargs.pop("trust_kernels", None)) is not None:
             given["trust_kernels"] = trust
+        if not kwargs.get("return_unused_kwargs"):
+            for name in kwargs:
+                hint = suggest(name, (n for n in signature(cls).parameters if n != "kwargs"))
+                if not cls._knows(name) and hint.startswith("did"):
+                    raise ValueError(f"a {cls.model_type} has no field {name!r}; {hint}")
         return super().from_dict(given, **kwargs)
+
+    @classmethod
+    def _knows(cls, name: str) -> bool:
+        """Whether a config has this field, of ours or of transformers'."""
+        ours = name in signature(cls).parameters or name in (*cls.attribute_map, *LABELS)
+        return ours or name in OTHERS or name.startswith("_") or hasattr(PreTrainedConfig, name)
 
     def to_dict(self) -> dict[str, Any]:
         return {n: x for n, x in super().to_dict().items() if n != "trust_kernels"}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .. import parse, systems
+from .. import own, parse, systems
 from ..explain import width
 from ..filters import Causal, Filter, Full
 from ..kernels import Kernel
@@ -135,7 +135,15 @@ def _build(parts: Parts, place: Place) -> Attention:
         layer = _kernel_attention(parts, options, place)
     layer.filter = _filter(layer.filter, parts, place)
     # This runs the kernel, so sizes that do not fit raise here.
-    layer.cost = cost_of(layer)
+    try:
+        layer.cost = cost_of(layer)
+    except Exception as error:
+        if (blamed := own.blame(error, parts.trust)) is None:
+            raise
+        raise ValueError(
+            f"the kernel {layer.joined_kernel} cannot be computed for {place.num_heads} heads of "
+            f"{place.d_model // place.num_heads} features: {blamed}"
+        ) from error
     remember_start(layer)
     if isinstance(layer, KernelAttention) and layer.tokens is not None:
         _lend(layer, layer.tokens)
