@@ -22,7 +22,7 @@ from typing import Any
 from .names import suggest
 
 # A file of Python, or the dotted name of a module.
-Trust = str | Sequence[str] | None
+Trust = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 # Strings of a formula are skipped; a source starts where no character of a path stands before it.
 OWN = re.compile(
     r"""("[^"]*"|'[^']*')|(?<![\w.~/\\:-])((?:[A-Za-z]:[/\\])?[\w.~/\\-]+):([A-Za-z_]\w*)(?=\s*\()"""
@@ -61,10 +61,11 @@ def sources(*values: Any) -> tuple[str, ...]:
 
 def trusted(trust: Trust) -> tuple[str, ...]:
     """The names of trust, files with their full path; ValueError if one is not there."""
-    names = [trust] if isinstance(trust, str) else list(trust or ())
-    for name in names:
-        if not isinstance(name, str) or not name:
+    given = [trust] if isinstance(trust, str | os.PathLike) else list(trust or ())
+    for name in given:
+        if not isinstance(name, str | os.PathLike) or not str(name):
             raise ValueError(f"trust_kernels must be files or modules as text, got {name!r}")
+    names = [os.fspath(name) for name in given]
     return tuple(dict.fromkeys(str(locate(n)) if is_file(n) else n for n in names))
 
 

@@ -70,7 +70,7 @@ class Settings:
     value: str | None = None
     filter: str | None = None
     # Files and modules that may be imported for these texts; never stored.
-    trust_kernels: str | tuple[str, ...] = ()
+    trust_kernels: str | list[str] | tuple[str, ...] = ()
     # The start of the SHA-256 of each file that the texts name, found by `resolve`.
     kernel_files: Mapping[str, str] = field(default_factory=dict)
     # The model's shape, and fields of its config that differ from the preset's.
