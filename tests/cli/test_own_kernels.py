@@ -1,7 +1,6 @@
 """Kernels of one's own on the command line, with the kernels of examples/own_kernel.py."""
 
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("accelerate")
 
-from mercer import models
+from mercer import models, studies
 from mercer.cli.commands import app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_kernel.py"
@@ -37,11 +36,17 @@ study = Study(
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
+def invoke(tmp_path, tmp_path_factory, monkeypatch):
     """A command line in a folder with a copy of the example."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(EXAMPLE, tmp_path)
-    return lambda text: CliRunner(env={"COLUMNS": "400"}).invoke(app, shlex.split(text))
+    cache = tmp_path_factory.getbasetemp() / "tokens"
+
+    def call(text):
+        kept = f" --cache {cache}" if text.startswith("train") and "own_kernel" in text else ""
+        return CliRunner(env={"COLUMNS": "400"}).invoke(app, shlex.split(text + kept))
+
+    return call
 
 
 def test_a_kernel_of_ones_own_trains_and_goes_on(invoke):
@@ -69,12 +74,34 @@ def test_a_kernel_of_ones_own_trains_and_goes_on(invoke):
     done = invoke(again.removeprefix("mercer "))
     assert done.exit_code == 0, done.output
     assert "going on from step-00000001" in done.output
-    os.remove("run/result.json")
-    named = "train lm --output run --resume --kernel 'own_kernel.py:Secant(heads=2)'"
-    assert invoke(named).exit_code == 0
-    os.remove("run/result.json")
+    # The kernel on the command line names the file, too; but the file has changed.
     Path("own_kernel.py").write_text(EXAMPLE.read_text() + "\n# changed\n")
-    assert "kernel_files was" in invoke(named).output
+    named = invoke("train lm --output run --resume --kernel 'own_kernel.py:Secant(heads=2)'")
+    assert "kernel_files was" in named.output
+
+
+ROOT = EXAMPLE.parents[1]
+COMMANDS = sorted({
+    line.strip()
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), EXAMPLE)
+    for line in page.read_text().splitlines()
+    if line.strip().startswith("mercer ") and "own_kernel.py:" in line
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_docs_runs(invoke, command, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    more = {"train": f"{SMALL} --output {tmp_path / 'run'}", "explain": "",
+            "bench": "--peers none --repeats 1 --forward-only --shapes 1x4x16x8"}  # fmt: skip
+    done = invoke(f"{command.removeprefix('mercer ')} {more[command.split()[1]]}")
+    assert done.exit_code == 0, done.output
+
+
+def test_the_docs_show_the_commands():
+    assert {command.split()[1] for command in COMMANDS} == {"train", "explain", "bench"}
+    for page in ("README.md", "docs/kernels.md", "docs/training.md"):
+        assert "mercer train lm --kernel 'examples/own_kernel.py:" in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +134,7 @@ def test_a_study_imports_what_is_beside_it(invoke, monkeypatch):
             tokens_per_second=1.0, steps=2, history=[],
         )  # fmt: skip
 
-    monkeypatch.setattr(sys.modules["mercer.studies.conduct"], "train", pretend)
+    monkeypatch.setattr(sys.modules[studies.run.__module__], "train", pretend)
     Path("mine").mkdir()
     shutil.move("own_kernel.py", "mine")
     Path("mine/mine.py").write_text(STUDY)
