@@ -1,4 +1,11 @@
-"""Two ways to write a kernel of your own, and one call that checks it."""
+"""Two ways to write a kernel of your own, and one call that checks it.
+
+They train in one command, and are explained and measured like any other:
+
+    mercer train lm --kernel 'examples/own_kernel.py:Secant(heads=2)' --steps 100
+    mercer explain --kernel 'examples/own_kernel.py:Squashed()'
+    mercer bench --kernels 'rbf,examples/own_kernel.py:Secant(heads=4)' --shapes 1x4x256x64
+"""
 
 import math
 from dataclasses import dataclass

@@ -177,3 +177,13 @@ def test_learned_is_true_for_kernels_with_parameters(name):
     assert learns()
     kernel.requires_grad_(False)
     assert not learns()
+
+
+def test_the_reason_is_that_of_the_backend_that_runs():
+    x = torch.randn(1, 2, 16, 4)
+    with torch.no_grad():
+        assert "SDPA wins" in mc.explain(mc.RBF(), x, x, x).because
+        said = mc.explain(mc.Laplace(), x, x, x)
+    assert said.backend == "chunked"
+    assert "SDPA wins" not in said.because
+    assert "sdpa comes first by the rule and cannot run this" in said.because

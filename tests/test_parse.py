@@ -86,7 +86,7 @@ def test_what_is_not_in_the_grammar_is_refused(read, text, monkeypatch):
 
 
 ERRORS = {
-    "RBX(2.0)": r"there is no kernel 'RBX'; there are: Exponential, RBF",
+    "RBX(2.0)": r"there is no kernel 'RBX'; did you mean 'RBF'\?",
     "RBF(2.0) - RBF(1.0)": r"operator that is not allowed; use \+ and \*",
     "RBF(2.0) & RBF(1.0)": r"operator that is not allowed; use \+ and \*",
     "RBF": r"must be called, as in RBF\(\)",

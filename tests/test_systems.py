@@ -350,8 +350,10 @@ def test_leng2026_has_the_vocabulary_of_gpt2_by_default():
 
 
 def test_an_unknown_system_raises_with_the_names():
-    with pytest.raises(ValueError, match="no system 'vaswani2018'") as raised:
+    with pytest.raises(ValueError, match="no system 'vaswani2018'; did you mean 'vaswani2017'"):
         systems.build("vaswani2018", WIDTH, HEADS)
+    with pytest.raises(ValueError, match="no system 'bert'") as raised:
+        systems.build("bert", WIDTH, HEADS)
     assert all(name in str(raised.value) for name in systems.SYSTEMS)
 
 

@@ -2,7 +2,8 @@
 
 The grammar is calls of known names with literal arguments, joined by + and * (kernels) or & and |
 (filters). Text is parsed to a syntax tree and never evaluated. Errors name the part that is not in
-the grammar.
+the grammar. A class of your own is named with its file or module, `my_kernels.py:ARD(32)`, which
+must be in `trust` (`own.py`). `write` is the inverse of `kernel`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import ast
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from . import filters, kernels, nn
+from . import filters, kernels, nn, own
 from .filters import Filter
-from .kernels import Kernel
+from .kernels import Kernel, Product, Sum
+from .names import suggest
 from .nn.positions import POSITIONS, Position
+from .own import Trust
 
 T = TypeVar("T")
 Names = Mapping[str, Callable[..., Any]]
@@ -43,25 +47,81 @@ OPERATORS: Mapping[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = 
 }
 
 
-def kernel(text: str) -> Kernel:
+def kernel(text: str, trust: Trust = None) -> Kernel:
     """The kernel of a formula such as `0.5 * RBF(2.0) * Exponential(on="position") + ARD(64)`."""
-    return _read(text, "kernel", Kernel, KERNELS, KERNELS, ("+", "*", "**"))
+    return _read(text, "kernel", Kernel, KERNELS, KERNELS, ("+", "*", "**"), trust)
 
 
-def position(text: str) -> Position:
+def position(text: str, trust: Trust = None) -> Position:
     """A position such as `rotary` or `DirectSum(Learned(1024))`."""
     if isinstance(text, str) and text.strip() in POSITIONS:
         return POSITIONS[text.strip()]()
-    return _read(text, "position", Position, POSITION_NAMES, {**EMBEDDINGS, **KERNELS}, ())
+    inner = {**EMBEDDINGS, **KERNELS}
+    return _read(text, "position", Position, POSITION_NAMES, inner, (), trust)
 
 
-def filter(text: str) -> Filter:
+def filter(text: str, trust: Trust = None) -> Filter:
     """A filter such as `Causal() & Window(128, 0)`."""
-    return _read(text, "filter", Filter, FILTERS, {}, ("&", "|"))
+    return _read(text, "filter", Filter, FILTERS, {}, ("&", "|"), trust)
+
+
+def write(kernel: Kernel) -> tuple[str, tuple[str, ...]]:
+    """The text of a kernel, and the files or modules that it needs; ValueError if it has none."""
+    if isinstance(kernel, Sum | Product):
+        texts, trusts = zip(*map(write, kernel), strict=True)
+        if isinstance(kernel, Product):
+            texts = tuple(
+                f"({t})" if isinstance(k, Sum) else t for k, t in zip(kernel, texts, strict=True)
+            )
+        sign = " + " if isinstance(kernel, Sum) else " * "
+        return sign.join(texts), tuple(dict.fromkeys(name for each in trusts for name in each))
+    cls: type[Kernel] = type(kernel)
+    try:
+        if kernel.arguments is None:
+            raise ValueError(
+                f"{cls.__name__} has no text form, since its arguments are not all numbers, text "
+                "or lists of these"
+            )
+        if isinstance(kernel, kernels.CHANGED):
+            inner, trust = write(kernel.kernel)
+            rest = f", {kernel.arguments}" if kernel.arguments else ""
+            return f"{cls.__name__}({inner}{rest})", trust
+        if cls in kernels.KERNELS and cls.__name__ in KERNELS:
+            return f"{cls.__name__}({kernel.arguments})", ()
+        if cls in kernels.KERNELS:
+            raise ValueError(f"{cls.__name__} has no text form, since it is made of tensors")
+        name, source = own.name_of(cls)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: put a class whose arguments are numbers at the top level of a file, and "
+            "name it as in kernel='my_kernels.py:Name(2.0)'"
+        ) from None
+    return f"{name}({kernel.arguments})", (source,)
+
+
+def spell(value: Any) -> tuple[Any, tuple[str, ...]]:
+    """A value with each kernel in it as text, and the files or modules that these need."""
+    if isinstance(value, Kernel):
+        return write(value)
+    if isinstance(value, Mapping):
+        each = {name: spell(x) for name, x in value.items()}
+        found = {name: text for name, (text, _) in each.items()}
+        return found, tuple(dict.fromkeys(n for _, names in each.values() for n in names))
+    if isinstance(value, list | tuple):
+        pairs = [spell(x) for x in value]
+        listed = type(value)(text for text, _ in pairs)
+        return listed, tuple(dict.fromkeys(n for _, names in pairs for n in names))
+    return value, ()
 
 
 def _read(
-    text: str, what: str, kind: type[T], names: Names, inner: Names, operators: Sequence[str]
+    text: str,
+    what: str,
+    kind: type[T],
+    names: Names,
+    inner: Names,
+    operators: Sequence[str],
+    trust: Trust,
 ) -> T:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
@@ -72,11 +132,12 @@ def _read(
         raise ValueError(
             f"{what} must be at most {LONGEST} characters, got {len(text)}"
         )  # fmt: skip
+    plain, mine = own.split(text.strip())
     try:
         with warnings.catch_warnings():
             # Such as "invalid decimal literal" for 0or: the text is refused or fine without it.
             warnings.simplefilter("ignore", SyntaxWarning)
-            tree = ast.parse(text.strip(), mode="eval").body
+            tree = ast.parse(plain, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ValueError(
@@ -87,7 +148,25 @@ def _read(
             f"{what} {_short(text)!r} must be nested at most {DEEPEST} levels deep, got {depth}: "
             "a sum or product has a level for each member"
         )
-    return cast(T, _Reader(text.strip(), what, kind, names, inner, operators).build(tree))
+    classes = _Own(mine, trust)
+    return cast(T, _Reader(plain, what, kind, names, inner, operators, classes).build(tree))
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The classes of one's own in a text, by the names that stand for them."""
+
+    names: Mapping[str, tuple[str, str]]
+    trust: Trust
+
+    def find(self, stand_in: str, kind: type) -> Callable[..., Any]:
+        return own.find(*self.names[stand_in], kind, self.trust)
+
+    def restore(self, text: str) -> str:
+        """The text as it was given."""
+        for stand_in, (source, name) in self.names.items():
+            text = text.replace(stand_in, f"{source}:{name}")
+        return text
 
 
 class _Reader:
@@ -101,9 +180,10 @@ class _Reader:
         names: Names,
         inner: Names,
         operators: Sequence[str],
+        own: _Own,
     ) -> None:
         self.text, self.what, self.kind = text, what, kind
-        self.names, self.inner, self.operators = names, inner, operators
+        self.names, self.inner, self.operators, self.own = names, inner, operators, own
 
     def build(self, node: ast.expr) -> Any:
         """The object of a tree."""
@@ -115,7 +195,7 @@ class _Reader:
                     raise self._wrong(node, f"has an operator that is not allowed; use {allowed}")
                 return self._joined(node, join, left, right)
             case ast.Call(func=ast.Name(id=name)):
-                return self._call(node, name, self.names)
+                return self._call(node, name, self.names, self.kind)
             case ast.Name(id=name) if name in self.names:
                 raise self._wrong(node, f"must be called, as in {name}()")
             case ast.Name(id=name):
@@ -135,18 +215,25 @@ class _Reader:
         except TypeError:
             raise self._wrong(node, "needs a kernel before ** and a number after it") from None
 
-    def _call(self, node: ast.Call, name: str, names: Names) -> Any:
-        if name not in names:
+    def _call(self, node: ast.Call, name: str, names: Names, kind: type) -> Any:
+        mine = name in self.own.names
+        if not mine and name not in names:
             raise ValueError(self._unknown(name, names))
         if any(isinstance(a, ast.Starred) for a in node.args) or not all(
             k.arg for k in node.keywords
         ):
             raise self._wrong(node, "must have plain arguments, no * or **")
         # A kernel is an argument of a position, and of a kernel that changes another one.
-        plain = name in KERNELS and names[name] not in kernels.CHANGED
+        plain = name in KERNELS and names.get(name) not in kernels.CHANGED
         inner = {} if plain else self.inner
         args = [self._argument(a, inner) for a in node.args]
         named = {str(k.arg): self._argument(k.value, inner) for k in node.keywords}
+        if mine:
+            build = self.own.find(name, kind)
+            try:
+                return build(*args, **named)
+            except Exception as error:
+                raise self._wrong(node, f"cannot be built: {own.describe(error)}") from error
         try:
             return names[name](*args, **named)
         except (TypeError, RuntimeError, ArithmeticError) as error:
@@ -156,10 +243,10 @@ class _Reader:
     def _argument(self, node: ast.expr, inner: Names) -> Any:
         match node:
             case ast.Call(func=ast.Name(id=name)) if inner:
-                return self._call(node, name, inner)
+                return self._call(node, name, inner, Kernel)
             case ast.BinOp() if inner:
                 # The kernel inside a position has the grammar of kernels.
-                return kernel(ast.unparse(node))
+                return kernel(self.own.restore(ast.unparse(node)), self.own.trust)
         try:
             value = ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -172,11 +259,12 @@ class _Reader:
         return value
 
     def _unknown(self, name: str, names: Names) -> str:
-        return f"there is no {self.what} {name!r}; there are: {', '.join(names)}"
+        return f"there is no {self.what} {name!r}; {suggest(name, names)}"
 
     def _wrong(self, node: ast.AST, why: str) -> ValueError:
-        part = ast.get_source_segment(self.text, node) or self.text
-        where = "" if part == self.text else f" in {_short(self.text)!r}"
+        whole = self.own.restore(self.text)
+        part = self.own.restore(ast.get_source_segment(self.text, node) or self.text)
+        where = "" if part == whole else f" in {_short(whole)!r}"
         return ValueError(f"{self.what} {_short(part)!r}{where} {why}")
 
 

@@ -15,6 +15,7 @@ import torch
 from .explain import Explanation, explain
 from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
 from .kernels import Exponential
+from .names import suggest
 from .nn import (
     DirectSum,
     GaussianAttention,
@@ -26,7 +27,8 @@ from .nn import (
     ProductKernel,
     RelativeSinusoid,
     TokenKernels,
-)
+)  # fmt: skip
+from .nn.positions import POSITIONS
 from .term.features import Features
 
 Attention = KernelAttention | GaussianAttention
@@ -254,6 +256,10 @@ def leng2026(
 def _attention(
     d_model: int, num_heads: int, options: dict[str, Any], **parts: Any
 ) -> KernelAttention:
+    given = options.get("position", parts["position"])
+    # A system adds to its values what it adds to its features: the embedding of its position.
+    if not getattr(POSITIONS.get(given, lambda: given)(), "adds", True):
+        parts["value"] = "content"
     return KernelAttention(d_model, num_heads, **(parts | options))
 
 
@@ -264,7 +270,7 @@ def build(name: str, d_model: int, num_heads: int, **options: Any) -> Attention:
 
 def find(name: str) -> System:
     if name not in SYSTEMS:
-        raise ValueError(f"there is no system {name!r}; there are: {', '.join(SYSTEMS)}")
+        raise ValueError(f"there is no system {name!r}; {suggest(name, SYSTEMS)}")
     return SYSTEMS[name]
 
 
@@ -306,18 +312,11 @@ def table() -> Table:
     for entry in SYSTEMS.values():
         attention = entry.builder(512, 8)
         lowered = example(attention, 1, 16)
-        rows.append(
-            (
-                entry.name,
-                entry.features,
-                entry.kernel,
-                entry.value,
-                entry.filter,
-                "yes" if attention.symmetric else "no",
-                "yes" if attention.valid else "no",
-                lowers_to(lowered),
-            )
-        )
+        rows.append((
+            entry.name, entry.features, entry.kernel, entry.value, entry.filter,
+            "yes" if attention.symmetric else "no", "yes" if attention.valid else "no",
+            lowers_to(lowered),
+        ))  # fmt: skip
     columns = (
         "system", "feature space", "kernel", "value", "filter", "symmetric", "valid", "lowers to",
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import filters, kernels
+from .. import filters, kernels, own, parse
 from ..dispatch.rules import KINDS
 from ..filters import Filter
 from ..kernels import RBF, Exponential, Kernel
@@ -45,8 +45,16 @@ def one_of_each_kind() -> list[str]:
     return list(firsts.values())
 
 
+def is_text(name: str) -> bool:
+    """Whether this is the text of a kernel and not its name."""
+    return "(" in name
+
+
 def build_kernel(name: str, heads: int, dim: int) -> Kernel:
-    return KERNELS[name].build(heads, dim)
+    """A kernel by its name, or by its text, whose files the command line has named."""
+    if name in KERNELS:
+        return KERNELS[name].build(heads, dim)
+    return parse.kernel(name, own.sources(name))
 
 
 def build_filter(text: str, shrink: float = 1.0) -> Filter:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..filters import Filter
 from ..testing.cases import Case, Shape, double, rounding_of
-from .catalogue import build_kernel
+from .catalogue import build_kernel, is_text
 from .contenders import Contender, Ours
 from .workload import Inputs, Workload
 
@@ -55,7 +55,9 @@ def check(contender: Contender, workload: Workload, *, forward_only: bool) -> st
     """The error of the contender in words, or None."""
     length = min(workload.length, DECODE_LENGTH if workload.decode else LENGTH)
     # At least one group of heads that share keys.
-    kv_heads = min(workload.kv_heads, max(1, HEADS // workload.group))
+    # A kernel given as text may have a number for each head.
+    most = workload.heads if is_text(contender.kernel) else HEADS
+    kv_heads = min(workload.kv_heads, max(1, most // workload.group))
     heads = kv_heads * workload.group
     filter = workload.build_filter(length)
     shape = Shape(1, heads, kv_heads, 1 if workload.decode else length, length, workload.dim)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from .. import own, parse
 from ..dispatch.choose import BACKENDS, NAMES
-from .catalogue import KERNELS, build_filter, one_of_each_kind
+from ..names import suggest
+from .catalogue import KERNELS, build_filter, is_text, one_of_each_kind
 from .peers import PEERS
 from .workload import Workload
 
@@ -129,21 +132,26 @@ def read(
     names = () if peers == "none" else _choose("--peers", peers, PEERS)
     return Settings(
         device=device, dtype=dtype, shapes=shapes, filter=filter,
-        kernels=_choose("--kernels", kernels, tuple(KERNELS)),
+        kernels=_choose("--kernels", kernels, tuple(KERNELS), texts=not tune),
         backends=_choose("--backends", backends, NAMES), peers=names,
         forward_only=forward_only or decode, decode=decode, graph=graph, tune=tune, write=write,
         repeats=repeats, save=save or output is not None, output=output,
     )  # fmt: skip
 
 
-def _choose(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Names separated by commas, or all of them."""
+def _choose(
+    option: str, text: str, known: tuple[str, ...], *, texts: bool = False
+) -> tuple[str, ...]:
+    """Names separated by commas, or all of them; with `texts`, also kernels such as RBF(2.0)."""
     if text == "all":
         return tuple(name for name in known if name != "auto")
-    chosen = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    # Commas inside of parentheses belong to a kernel.
+    chosen = tuple(dict.fromkeys(n.strip() for n in re.split(r",(?![^(]*\))", text)))
     for name in chosen:
-        if name not in known:
-            raise ValueError(f"{option} must be among all, {', '.join(known)}, but has {name!r}")
+        if texts and is_text(name):
+            parse.kernel(name, own.sources(name))
+        elif name not in known:
+            raise ValueError(f"{option} has no {name!r}; {suggest(name, ('all', *known))}")
     return chosen
 
 

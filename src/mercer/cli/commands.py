@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -11,9 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import __version__, bench, systems
+from .. import __version__, bench, own, parse, systems
 from ..bench import DTYPES
 from ..dispatch.choose import NAMES
+from ..explain import Explanation, explain
+from ..filters import Full
+from ..kernels import Kernel
+from ..nn import KernelAttention
+from ..term.features import Features
 from . import train as train_commands
 from .study import run_study
 
@@ -74,7 +80,24 @@ def show_systems(
 
 @app.command("explain")
 def explain_system(
-    system: Annotated[str, typer.Argument(help="A name from `mercer systems`, or `all`.")],
+    system: Annotated[
+        str | None,
+        typer.Argument(
+            help="A name from `mercer systems`, or `all`; none for a kernel alone.",
+            show_default=False,
+        ),
+    ] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            help="Such as `RBF(2.0)*Polynomial(2)` or `my_kernels.py:ARD(64)`: alone, or as the "
+            "kernel of the system."
+        ),
+    ] = None,
+    position: Annotated[
+        str | None, typer.Option(help="Such as `rotary`: a layer with this position.")
+    ] = None,
+    filter: Annotated[str | None, typer.Option(help="Such as `Causal() & Window(64, 0)`.")] = None,
     shape: Annotated[
         str, typer.Option(help="Batch, heads, length and head dimension.", metavar="B,H,T,D")
     ] = "1,8,1024,64",
@@ -84,22 +107,43 @@ def explain_system(
 ) -> None:
     """Say which backend runs a system, how its kernel is computed, and why others do not run.
 
-    For example: `mercer explain dai2019 --shape 4,16,8192,64 --dtype bfloat16`
+    For example: `mercer explain dai2019 --shape 4,16,8192,64 --dtype bfloat16`, or
+    `mercer explain --kernel 'my_kernels.py:ARD(64)' --filter 'Causal()'`
     """
-    names = list(systems.SYSTEMS) if system == "all" else [system]
+    if system is None and kernel is None:
+        _fail("explain needs a system or --kernel; `mercer systems` lists the systems")
     batch, heads, length, head_dim = _shape(shape)
     if dtype not in DTYPES:
         _fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     place = _device(device)
     console = Console(highlight=False, soft_wrap=True)
-    for name in names:
-        try:
-            attention = systems.build(name, heads * head_dim, heads, backend=backend)
-            explanation = systems.example(attention, batch, length, DTYPES[dtype], place)
-        except ValueError as error:
-            _fail(str(error))
-        console.print(f"[bold]{name}[/]  {escape(systems.find(name).title)}")
-        console.print(escape(str(explanation)) + "\n")
+    texts = {"kernel": kernel, "position": position, "filter": filter}
+    # What the command line names may be imported.
+    trust = own.sources(*texts.values())
+    try:
+        parts = {n: getattr(parse, n)(x, trust) for n, x in texts.items() if x is not None}
+        for name in systems.SYSTEMS if system == "all" else [system]:
+            if systems.is_gaussian(name) and {"kernel", "position"} & set(parts):
+                raise ValueError(
+                    f"{name} has a kernel and positions of its own: give --kernel without a system"
+                )
+            if name is not None or position is not None:
+                build = KernelAttention if name is None else partial(systems.build, name)
+                layer = build(heads * head_dim, heads, backend=backend, **parts)
+                said = systems.example(layer, batch, length, DTYPES[dtype], place)
+            else:
+                said = _explain_kernel(
+                    parts["kernel"], (batch, heads, length, head_dim), DTYPES[dtype], place,
+                    filter=parts.get("filter", Full()), backend=backend,
+                )  # fmt: skip
+            if name is not None:
+                console.print(f"[bold]{name}[/]  {escape(systems.find(name).title)}")
+            console.print(escape(str(said)) + "\n")
+    except Exception as error:
+        blamed = own.blame(error, trust)
+        if blamed is None and not isinstance(error, ValueError):
+            raise
+        _fail(blamed or str(error))
 
 
 @app.command("bench")
@@ -118,7 +162,11 @@ def run_bench(
         str | None, typer.Option(help=f"{', '.join(DTYPES)}; bfloat16 on CUDA, float32 on CPU.")
     ] = None,
     kernels: Annotated[
-        str | None, typer.Option(help=f"all, or some of: {', '.join(bench.KERNELS)}.")
+        str | None,
+        typer.Option(
+            help=f"all, or some of: {', '.join(bench.KERNELS)}; or text such as "
+            "`my_kernels.py:ARD(64)`."
+        ),
     ] = None,
     filter: Annotated[
         str, typer.Option(help="full, causal, window:1024, memory:512, strided:128, fixed:128:8.")
@@ -179,6 +227,25 @@ def run_bench(
 
 app.add_typer(train_commands.app, name="train")
 app.command("study")(run_study)
+
+
+def _explain_kernel(
+    kernel: Kernel,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    **options: Any,
+) -> Explanation:
+    """How `smooth` would run a kernel whose parts all have the given shape."""
+    batch, heads, length, dim = shape
+    # One number, expanded without copies: only shapes matter.
+    x = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device).expand(batch, heads, length, dim)
+    q, k = (
+        Features(**dict.fromkeys(sorted(parts | {"content"}), x))
+        for parts in (kernel.query_parts, kernel.key_parts)
+    )
+    with torch.no_grad():
+        return explain(kernel.to(device=device, dtype=dtype), q, k, x, **options)
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

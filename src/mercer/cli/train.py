@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,7 @@ from .train_options import (
     Time,
     Tokenizer,
     TokenRate,
+    Trust,
     Value,
     Warmup,
     Workers,
@@ -96,6 +98,7 @@ def _make(task: str, text: str) -> Callable[..., None]:
         value: Value = None,
         filter: Filter = None,
         options: Options = None,
+        trust_kernels: Trust = None,
         preset: Preset = None,
         sets: Sets = None,
         data: Data = None,
@@ -163,6 +166,10 @@ app.command("lm")(
 
             torchrun --nproc-per-node 8 -m mercer train lm --preset gpt2-small
                 --data corpus.txt --tokenizer gpt2 --dtype bfloat16 --compile --time 2h
+
+        A kernel that you wrote, in a file of your own:
+
+            mercer train lm --kernel 'my_kernels.py:ARD(32)'
 
         `--dry-run` prints the cost. To go on after an interrupt:
 
@@ -255,7 +262,9 @@ def _train(task: str, given: dict[str, Any]) -> None:
 
 def _settings(task: str, given: dict[str, Any]) -> Settings:
     """The settings from the options; on resume, on top of those in the folder."""
+    from .. import own
     from ..train import Settings, read_time
+    from ..train.settings import TEXTS
 
     wanted: dict[str, Any] = {
         PAIRS.get(name, name): read_pairs(value) if name in PAIRS else value
@@ -264,6 +273,9 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
     }
     if wanted.pop("no_samples", False):
         wanted["samples"] = False
+    # What the command line names is trusted; what a stored run names is not.
+    named = own.sources(*(wanted.get(name) for name in TEXTS))
+    wanted["trust_kernels"] = tuple(dict.fromkeys((*wanted.get("trust_kernels", ()), *named)))
     if "time" in wanted:
         wanted["time"] = read_time(wanted["time"])
     resume = bool(given["resume"])
@@ -278,8 +290,15 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
                     f"the run in {wanted['output']} is of the task {stored.task}: "
                     f"mercer train {stored.task} --output {wanted['output']} --resume"
                 )
-            return replace(stored, **wanted, resume=True)
-        if set(wanted) == {"output"}:
+            settings = replace(stored, **wanted, resume=True)
+            if missing := settings.untrusted:
+                again = _again(task, replace(settings, trust_kernels=missing))
+                raise ValueError(
+                    f"the run in {settings.output} needs kernels of {', '.join(missing)}, and a "
+                    f"stored text alone imports nothing: if you trust this code, {again}"
+                )
+            return settings
+        if set(wanted) == {"output", "trust_kernels"}:
             # With other settings, --resume also starts a new run, so that a script can repeat the
             # command.
             raise ValueError(
@@ -307,7 +326,9 @@ def _free(name: str) -> str:
 
 
 def _again(task: str, settings: Settings) -> str:
-    return f"mercer train {task} --output {settings.output} --resume"
+    trust = [word for name in settings.trust_kernels for word in ("--trust-kernels", name)]
+    words = ["mercer", "train", task, "--output", str(settings.output), "--resume", *trust]
+    return shlex.join(words)
 
 
 def _report(console: Console, task: str, settings: Settings, result: Result) -> None:

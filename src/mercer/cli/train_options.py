@@ -23,11 +23,24 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
 System = Annotated[str | None, _option(ATTENTION, "A name from `mercer systems`.")]
 Kernel = Annotated[
     str | None,
-    _option(ATTENTION, 'Such as `RBF(2.0)*Exponential(on="position")`; parsed, never evaluated.'),
+    _option(
+        ATTENTION,
+        'Such as `RBF(2.0)*Exponential(on="position")`; parsed, never evaluated. One of your own '
+        "is `my_kernels.py:ARD(32)`: naming the file imports it.",
+    ),
 ]
 Position = Annotated[str | None, _option(ATTENTION, "Such as `ProductKernel()` or `Rotary()`.")]
 Value = Annotated[str | None, _option(ATTENTION, "`content` or `content+position`.")]
 Filter = Annotated[str | None, _option(ATTENTION, "Such as `Causal() & Window(64, 0)`.")]
+Trust = Annotated[
+    list[str] | None,
+    _option(
+        ATTENTION,
+        "A file or module to import for the kernels of a stored run; may be repeated.",
+        "--trust-kernels",
+        metavar="FILE",
+    ),
+]
 Options = Annotated[
     list[str] | None,
     _option(

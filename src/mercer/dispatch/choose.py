@@ -60,9 +60,20 @@ def _by_rule(tasks: tuple[Task, ...]) -> Choice | None:
             if name in refused:
                 continue
             if _refusal(BACKENDS[name], tasks) is None:
-                return Choice(name=name, because=rule.because, rule=rule, family=family)
+                because = _because(rule, name)
+                return Choice(name=name, because=because, rule=rule, family=family)
             refused.append(name)
     return None
+
+
+def _because(rule: rules.Rule, name: str) -> str:
+    """Why this backend of a rule runs; the rule's own reason is about its first backend."""
+    *others, last = ("", *rule.backends[: rule.backends.index(name)])
+    if not last:
+        return rule.because
+    before = f"{', '.join(others[1:])} and {last}" if others[1:] else last
+    verb = "come" if others[1:] else "comes"
+    return f"{before} {verb} first by the rule and cannot run this; {name} is the next that can"
 
 
 def _refusal(backend: Backend, tasks: tuple[Task, ...]) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import mul
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,25 @@ from .entry import Entry
 from .positive import Positive, hold, log_of
 
 MAX_TERMS = 64
+# The longest list that is kept as text.
+MAX_LISTED = 1024
+
+
+def as_text(args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """The arguments of a call as text; None if one is not a number, a string or a list of these."""
+    texts = []
+    for name, x in (*(("", x) for x in args), *named.items()):
+        each = x if isinstance(x, list | tuple) else [x]
+        if len(each) > MAX_LISTED or not all(_is_literal(one) for one in each):
+            return None
+        texts.append(f"{name}={x!r}" if name else repr(x))
+    return ", ".join(texts)
+
+
+def _is_literal(x: Any) -> bool:
+    if type(x) is float:
+        return math.isfinite(x)
+    return x is None or type(x) in (bool, int, str)
 
 
 def is_number(x: object) -> TypeGuard[float]:
@@ -43,6 +63,14 @@ class Kernel(nn.Module):
     # terms are the identity.
     exponential: bool = False
     on: str = "content"
+    # The arguments that it was made with, as text; None if one of them has no text.
+    arguments: str | None
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        kernel = super().__new__(cls)
+        # nn.Module takes attributes after its own __init__ only.
+        object.__setattr__(kernel, "arguments", as_text(args, named))
+        return kernel
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         """log w(q_i, k_j), [B, H, Q, K]."""
@@ -207,6 +235,13 @@ class Sum(Combination):
 
 class Changed(Kernel):
     """A function of one kernel's weights."""
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        changed = super().__new__(cls)
+        # The kernel itself has a text of its own.
+        rest = {name: x for name, x in named.items() if name != "kernel"}
+        object.__setattr__(changed, "arguments", as_text(args[1 - len(named) + len(rest) :], rest))
+        return changed
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()

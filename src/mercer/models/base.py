@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import re
 import shutil
 import types
 from collections.abc import Callable
@@ -14,12 +17,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 
+from .. import own
 from ..filters import Documents, Filter
+from ..names import suggest
 from ..nn import KernelAttention, Learned, Sinusoid, TokenKernels
 from .block import Block, Weights, is_known, leading_zeros, make_norm
 from .cache import KernelCache
 from .config import KernelConfig
 from .parts import Parts, Place, build, most_places
+from .patched import record, remember
 from .saved import LOADER, write_card, write_loader
 from .starts import restart
 
@@ -50,9 +56,23 @@ class KernelModel(PreTrainedModel):
         """As in transformers, but a tensor that the files lack is an error.
 
         With `ignore_mismatched_sizes=True` it is initialised anew, as for another head.
+        `trust_kernels="my_kernels.py"` imports that file, or module, for the kernels of the config.
         """
         told = kwargs.pop("output_loading_info", False)
-        found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        config = kwargs.get("config")
+        if isinstance(config, KernelConfig) and "trust_kernels" in kwargs:
+            kwargs["config"] = config = copy.deepcopy(config)
+            config.add_trust(*own.trusted(kwargs.pop("trust_kernels")))
+        try:
+            found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        except TypeError as error:
+            name = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if name is None or name[1] not in kwargs:
+                raise
+            fields = [*inspect.signature(cls.config_class).parameters, "trust_kernels"]
+            raise ValueError(
+                f"from_pretrained takes no {name[1]!r}; {suggest(name[1], fields)}"
+            ) from None
         model, info = found
         missing = sorted(info["missing_keys"])
         if missing and not kwargs.get("ignore_mismatched_sizes"):
@@ -64,7 +84,11 @@ class KernelModel(PreTrainedModel):
         return (model, info) if told else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with how to load it; weights can be read where the config can."""
+        """As in transformers, with how to load it; weights can be read where the config can.
+
+        Kernels that have replaced those of the config are written into the config.
+        """
+        record(self, self.attention_by_field())
         self.config.auto_map = {"AutoConfig": f"{LOADER}.{type(self.config).__name__}"}
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
@@ -109,8 +133,10 @@ class KernelModel(PreTrainedModel):
     ) -> Block:
         """One block, with the options of the config."""
         config = self.config
+        attention = build(parts, place)
+        remember(attention, parts)
         block = Block(
-            build(parts, place),
+            attention,
             d_ff=config.d_ff,
             norm=config.norm,
             activation=config.activation,
@@ -126,6 +152,11 @@ class KernelModel(PreTrainedModel):
         for linear in block.residual:
             linear.start_scale = scales[config.residual_start]
         return block
+
+    def attention_by_field(self) -> dict[str, list[Any]]:
+        """The layers of attention whose kernels a field of the config has."""
+        blocks: Any = self.blocks
+        return {"kernel": [block.attention for block in blocks]}
 
     def shape(self, **more: Any) -> dict[str, Any]:
         """Arguments of KernelAttention that are the same in all layers."""

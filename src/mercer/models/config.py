@@ -6,30 +6,46 @@ layers, or a list with one for each layer.
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from inspect import signature
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedConfig
 
+from .. import own, parse
+from ..kernels import Kernel
 from ..kernels.base import is_finite
+from ..names import suggest
 from ..nn import TokenKernels
 from .block import check_block
 from .parts import Parts
 
 PARTS = ("system", "system_options", "kernel", "position", "value", "filter")
 Each = str | Sequence[str | None] | None
+EachKernel = str | Kernel | Sequence[str | Kernel | None] | None
 Options = Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+# Fields that may hold kernels.
+SPELLED = (
+    "kernel", "system_options", "encoder_attention", "decoder_attention", "cross_attention",
+)  # fmt: skip
 # More than any model has: a slip such as 1e9 layers would fill the memory.
 MOST_LAYERS = 10_000
 # Fields of transformers' own that a preset may set.
 LABELS = {"num_labels": int | None, "id2label": Mapping | None, "label2id": Mapping | None}
+# Arguments of transformers' configs that are not attributes of the class.
+OTHERS = (
+    "trust_kernels", "torch_dtype", "name_or_path", "output_attentions", "attn_implementation",
+    "experts_implementation", "auto_map", "quantization_config", "custom_pipelines",
+)  # fmt: skip
 # The words for a type in a message.
 WORDS = {
     bool: "True or False",
     int: "a whole number",
     float: "a finite number",
     str: "text",
+    Kernel: "a kernel",
     Mapping: "a dict",
     Sequence: "a list",
     list: "a list",
@@ -45,6 +61,14 @@ class KernelConfig(PreTrainedConfig):
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
+        for name in kwargs:
+            if not self._knows(name):
+                known = [*signature(type(self)).parameters, *LABELS]
+                hint = suggest(name, (n for n in known if n != "kwargs"))
+                raise ValueError(f"a {self.model_type} has no field {name!r}; {hint}")
+        # Files and modules with classes of the text; never stored, since a text imports nothing.
+        self.trust_kernels = own.trusted(kwargs.pop("trust_kernels", None))
+        self._spell()
         # Before transformers' own checks, which divide by the heads.
         self._check()
         super().__init__(**kwargs)
@@ -73,6 +97,49 @@ class KernelConfig(PreTrainedConfig):
 
     def validate_output_attentions(self) -> None:
         """All values are allowed."""
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; `trust_kernels` counts only as an argument."""
+        # Fields of other versions may be in a file; a person's slip is not.
+        given = {n: x for n, x in config_dict.items() if n != "trust_kernels" and cls._knows(n)}
+        if (trust := kwargs.pop("trust_kernels", None)) is not None:
+            given["trust_kernels"] = trust
+        if not kwargs.get("return_unused_kwargs"):
+            for name in kwargs:
+                hint = suggest(name, (n for n in signature(cls).parameters if n != "kwargs"))
+                if not cls._knows(name) and hint.startswith("did"):
+                    raise ValueError(f"a {cls.model_type} has no field {name!r}; {hint}")
+        return super().from_dict(given, **kwargs)
+
+    @classmethod
+    def _knows(cls, name: str) -> bool:
+        """Whether a config has this field, of ours or of transformers'."""
+        ours = name in signature(cls).parameters or name in (*cls.attribute_map, *LABELS)
+        return ours or name in OTHERS or name.startswith("_") or hasattr(PreTrainedConfig, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {n: x for n, x in super().to_dict().items() if n != "trust_kernels"}
+
+    def with_kernel(self, kernel: Kernel | str | None) -> Self:
+        """A copy with this kernel in all layers, or the config itself for None."""
+        if kernel is None:
+            return self
+        config = copy.deepcopy(self)
+        config.kernel = kernel
+        config._spell()
+        return config
+
+    def _spell(self) -> None:
+        """Write kernels that were given as objects as text."""
+        for name in SPELLED:
+            if hasattr(self, name):
+                text, trust = parse.spell(getattr(self, name))
+                setattr(self, name, text)
+                self.add_trust(*trust)
+
+    def add_trust(self, *names: str) -> None:
+        """Trust more files and modules."""
+        self.trust_kernels = tuple(dict.fromkeys((*self.trust_kernels, *names)))
 
     def _check(self) -> None:
         check_block(self.norm, self.activation, self.mlp)
@@ -94,12 +161,14 @@ class KernelConfig(PreTrainedConfig):
         return self.d_model // self.num_heads
 
 
-def spread(parts: Mapping[str, Any], num_layers: int, what: str = "") -> list[Parts]:
+def spread(
+    parts: Mapping[str, Any], num_layers: int, what: str = "", *, trust: tuple[str, ...] = ()
+) -> list[Parts]:
     """The parts of every layer; an entry that is a list has one for each layer."""
     unknown = sorted(set(parts) - set(PARTS))
     if unknown:
         raise ValueError(
-            f"{what or 'attention '}has no part {unknown[0]!r}; its parts are: {', '.join(PARTS)}"
+            f"{what or 'attention '}has no part {unknown[0]!r}; {suggest(unknown[0], PARTS)}"
         )
     each: list[dict[str, Any]] = [{} for _ in range(num_layers)]
     for name, given in parts.items():
@@ -113,7 +182,7 @@ def spread(parts: Mapping[str, Any], num_layers: int, what: str = "") -> list[Pa
             one = given[layer] if listed else given
             if one is not None:
                 row[name] = one
-    return [Parts(**row).check() for row in each]
+    return [Parts(**row, trust=trust).check() for row in each]
 
 
 def token_kernels(layers: Sequence[Parts], vocab_size: int) -> TokenKernels | None:

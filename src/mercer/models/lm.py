@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ..filters import Filter, Window
+from ..kernels import Kernel
 from ..nn import SegmentMemory, layer_windows
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
@@ -28,14 +29,16 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
 
     `forward` takes the arguments of causal language models in transformers. It also takes
     `memory`, a list from `new_memory`: each segment sees the states of earlier segments.
+    `kernel`, where given, replaces that of the config in all layers.
     """
 
     config: KernelLMConfig
     config_class = KernelLMConfig
     _tied_weights_keys = {"head.weight": "embed.weight"}  # noqa: RUF012
 
-    def __init__(self, config: KernelLMConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: KernelLMConfig, *, kernel: Kernel | str | None = None) -> None:
+        super().__init__(config.with_kernel(kernel))
+        config = self.config
         self.loss_type = "ForCausalLM"
         self.embed: nn.Embedding | AdaptiveEmbedding
         self.head: nn.Linear | AdaptiveSoftmax

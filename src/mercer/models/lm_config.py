@@ -9,6 +9,7 @@ from .block import Activation, Mlp, Norm
 from .config import (
     PARTS,
     Each,
+    EachKernel,
     KernelConfig,
     Options,
     check_names,
@@ -75,7 +76,7 @@ class KernelLMConfig(KernelConfig):
         context_length: int = 1024,
         system: Each = None,
         system_options: Options = None,
-        kernel: Each = None,
+        kernel: EachKernel = None,
         position: Each = None,
         value: Each = None,
         filter: Each = None,
@@ -152,4 +153,5 @@ class KernelLMConfig(KernelConfig):
 
     def layer_parts(self) -> list[Parts]:
         """The parts of every layer's attention."""
-        return spread({name: getattr(self, name) for name in PARTS}, self.num_layers)
+        parts = {name: getattr(self, name) for name in PARTS}
+        return spread(parts, self.num_layers, trust=self.trust_kernels)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .. import parse, systems
+from .. import own, parse, systems
 from ..explain import width
 from ..filters import Causal, Filter, Full
 from ..kernels import Kernel
@@ -55,6 +55,8 @@ class Parts:
     position: str | None = None
     value: str | None = None
     filter: str | None = None
+    # The files and modules whose classes the text may name.
+    trust: tuple[str, ...] = ()
 
     def check(self) -> Parts:
         """Return self, or raise ValueError."""
@@ -66,7 +68,7 @@ class Parts:
                 text = getattr(self, name)
                 try:
                     if text is not None:
-                        getattr(parse, name)(text)
+                        getattr(parse, name)(text, self.trust)
                 # An argument of another type, or a number that no float can hold.
                 except (TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
                     short = text if len(text) <= 60 else f"{text[:50]}…"
@@ -133,7 +135,15 @@ def _build(parts: Parts, place: Place) -> Attention:
         layer = _kernel_attention(parts, options, place)
     layer.filter = _filter(layer.filter, parts, place)
     # This runs the kernel, so sizes that do not fit raise here.
-    layer.cost = cost_of(layer)
+    try:
+        layer.cost = cost_of(layer)
+    except Exception as error:
+        if (blamed := own.blame(error, parts.trust)) is None:
+            raise
+        raise ValueError(
+            f"the kernel {layer.joined_kernel} cannot be computed for {place.num_heads} heads of "
+            f"{place.d_model // place.num_heads} features: {blamed}"
+        ) from error
     remember_start(layer)
     if isinstance(layer, KernelAttention) and layer.tokens is not None:
         _lend(layer, layer.tokens)
@@ -149,7 +159,7 @@ def _options(parts: Parts) -> dict[str, Any]:
             options[name] = getattr(parts, name)
     for name in ("kernel", "position", "filter"):
         if isinstance(options.get(name), str):
-            options[name] = getattr(parse, name)(options[name])
+            options[name] = getattr(parse, name)(options[name], parts.trust)
     return options
 
 
@@ -180,15 +190,12 @@ def _kernel_attention(parts: Parts, options: dict[str, Any], place: Place) -> At
         options |= {"tokens": place.tokens, "layer": place.layer}
     if place.role != "cross":
         options = _fit(base, options, place)
-    kernel, position = options.get("kernel"), options.get("position")
+    kernel = options.get("kernel")
     if isinstance(kernel, Kernel) and "position" not in options:
         bare = _position_for(kernel, place)
         if bare is not None:
             options["position"] = bare
             options.setdefault("value", "content")
-    if isinstance(position, NoPosition):
-        # NoPosition has no embedding to add to the values, also where the system adds one.
-        options.setdefault("value", "content")
     if name is None:
         layer = _checked(KernelAttention, "the layer", place, options)
     else:

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from .. import parse, systems
+from .. import own, parse, systems
+from ..kernels import Kernel
 from ..names import suggest
 from .config import LABELS, KernelConfig
 from .lm_config import KernelLMConfig
@@ -199,7 +200,7 @@ def _nano(depth: int) -> dict[str, Any]:
 
 def _find(presets: Mapping[str, dict[str, Any]], name: str, what: str) -> dict[str, Any]:
     if name not in presets:
-        raise ValueError(f"there is no {what} preset {name!r}; there are: {', '.join(presets)}")
+        raise ValueError(f"there is no {what} preset {name!r}; {suggest(name, presets)}")
     return dict(presets[name])
 
 
@@ -213,11 +214,13 @@ def _with(
     # transformers' configs keep any name, and a slip of the pen would change nothing.
     known = [n for n in inspect.signature(config).parameters if n != "kwargs"]
     for name in overrides:
-        if name not in (*known, *config.attribute_map, *LABELS):
+        if name not in (*known, *config.attribute_map, *LABELS, "trust_kernels"):
             raise ValueError(f"a {config.model_type} has no field {name!r}; {suggest(name, known)}")
     given = {"system": system, "vocab_size": vocab_size}
     kernel = overrides.get("kernel")
-    if isinstance(kernel, str) and parse.kernel(kernel).query_parts - {"content"}:
+    if isinstance(kernel, str):
+        kernel = parse.kernel(kernel, own.trusted(overrides.get("trust_kernels")))
+    if isinstance(kernel, Kernel) and kernel.query_parts - {"content"}:
         # A kernel that reads positions replaces the preset's position.
         fields = {name: x for name, x in fields.items() if name != "position"}
     return fields | {n: x for n, x in given.items() if x is not None} | dict(overrides)

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from ..filters import Filter, Padding
+from ..kernels import Kernel
 from ..nn import KernelAttention
 from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
 from .block import Block, Weights
@@ -24,6 +25,7 @@ from .cache import KernelCache
 from .config import token_kernels
 from .filters import join, with_padding
 from .parts import Place, Role, build
+from .patched import remember
 from .translator_config import KernelTranslatorConfig
 
 IGNORED = -100
@@ -82,7 +84,8 @@ class Encoder(nn.Module):
 class KernelTranslator(KernelModel, Decoding, GenerationMixin):
     """p(target | source), for any attention; beams by `generate`.
 
-    `encoder_outputs`, where given, are those of `encoder`.
+    `encoder_outputs`, where given, are those of `encoder`. `kernel`, where given, replaces that of
+    the config in the self-attention of both sides.
     """
 
     config: KernelTranslatorConfig
@@ -90,8 +93,11 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
     cross = True
     _tied_weights_keys = {"head.weight": "encoder.embed.weight"}  # noqa: RUF012
 
-    def __init__(self, config: KernelTranslatorConfig) -> None:
-        super().__init__(config)
+    def __init__(
+        self, config: KernelTranslatorConfig, *, kernel: Kernel | str | None = None
+    ) -> None:
+        super().__init__(config.with_kernel(kernel))
+        config = self.config
         self.encoder = Encoder(self)
         self.input_position = self.make_input_position()
         layers = config.decoder_parts()
@@ -104,6 +110,7 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
                 )
             cross = build(towards, self.place("cross", n, self))
             assert isinstance(cross, KernelAttention)
+            remember(cross, towards)
             blocks.append(self.make_block(own, self.place("decoder", n, self), cross=cross))
         self.blocks = nn.ModuleList(blocks)
         self.norm = self.make_last_norm()
@@ -111,6 +118,13 @@ class KernelTranslator(KernelModel, Decoding, GenerationMixin):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
         self.set_generation_defaults()
+
+    def attention_by_field(self) -> dict[str, list[Any]]:
+        return {
+            "encoder_attention": [block.attention for block in self.encoder.blocks],
+            "decoder_attention": [block.attention for block in self.blocks],
+            "cross_attention": [block.cross for block in self.blocks],
+        }
 
     def place(self, role: Role, layer: int, owner: Any) -> Place:
         """The sizes and options of a layer; `owner` holds the token kernels."""

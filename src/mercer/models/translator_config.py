@@ -9,6 +9,7 @@ from .block import Activation, Mlp, Norm
 from .config import (
     PARTS,
     Each,
+    EachKernel,
     KernelConfig,
     Options,
     check_names,
@@ -55,7 +56,7 @@ class KernelTranslatorConfig(KernelConfig):
         context_length: int = 1024,
         system: Each = None,
         system_options: Options = None,
-        kernel: Each = None,
+        kernel: EachKernel = None,
         position: Each = None,
         value: Each = None,
         filter: Each = None,
@@ -137,11 +138,13 @@ class KernelTranslatorConfig(KernelConfig):
         return self._self_attention(self.decoder_attention, self.decoder_layers, "decoder")
 
     def cross_parts(self) -> list[Parts]:
-        return spread(self.cross_attention, self.decoder_layers, "cross-attention ")
+        return spread(
+            self.cross_attention, self.decoder_layers, "cross-attention ", trust=self.trust_kernels
+        )
 
     def _self_attention(self, own: Mapping[str, Any], num_layers: int, side: str) -> list[Parts]:
         shared = {name: getattr(self, name) for name in PARTS}
         if "system" in own:
             # Options belong to a system: another system does not inherit them.
             shared |= {"system_options": {}}
-        return spread(shared | dict(own), num_layers, f"{side} ")
+        return spread(shared | dict(own), num_layers, f"{side} ", trust=self.trust_kernels)

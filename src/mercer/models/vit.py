@@ -11,6 +11,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from ..kernels import Kernel
 from .base import KernelModel, embed_places
 from .parts import Place
 from .vit_config import KernelViTConfig
@@ -21,6 +22,7 @@ class KernelViT(KernelModel):
 
     With `pooling="class"` a learned token stands before the patches and is read at the end.
     `Grid2D` gives it position 0 in height and width. With "mean", the mean of the patches is read.
+    `kernel`, where given, replaces that of the config in all layers.
     """
 
     config: KernelViTConfig
@@ -28,8 +30,9 @@ class KernelViT(KernelModel):
     main_input_name = "pixel_values"
     input_modalities = "image"
 
-    def __init__(self, config: KernelViTConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: KernelViTConfig, *, kernel: Kernel | str | None = None) -> None:
+        super().__init__(config.with_kernel(kernel))
+        config = self.config
         assert config.num_labels is not None
         self.num_labels = config.num_labels
         patch = config.patch_size

@@ -8,6 +8,7 @@ from .block import Activation, Mlp, Norm
 from .config import (
     PARTS,
     Each,
+    EachKernel,
     KernelConfig,
     Options,
     check_names,
@@ -51,7 +52,7 @@ class KernelViTConfig(KernelConfig):
         pooling: str = "class",
         system: Each = None,
         system_options: Options = None,
-        kernel: Each = None,
+        kernel: EachKernel = None,
         position: Each = None,
         value: Each = None,
         filter: Each = None,
@@ -127,7 +128,7 @@ class KernelViTConfig(KernelConfig):
             parts["position"] = [self._on_grid(one) for one in given]
         else:
             parts["position"] = self._on_grid(given)
-        return spread(parts, self.num_layers)
+        return spread(parts, self.num_layers, trust=self.trust_kernels)
 
     def _on_grid(self, position: str | None) -> str | None:
         combine = {"grid": "product", "grid-sum": "sum"}.get(position or "")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import runpy
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from .. import own
 from ..names import suggest
 from .study import Study
 
@@ -81,14 +81,16 @@ def find(text: str) -> Path:
 def read(path: Path, size: str | None = None, name: str | None = None) -> Study:
     """The `study` that a file defines, named after the file unless it has a name.
 
-    A file may define `studies` in place of it, by name and size: a name -> `Sizes`.
+    A file may define `studies` in place of it, by name and size: a name -> `Sizes`. The file can
+    import modules beside it.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
-        names = runpy.run_path(str(path), run_name="mercer_study")
+        with own.importable(path.parent):
+            names = runpy.run_path(str(path), run_name="mercer_study")
     except Exception as error:
-        raise ValueError(f"{_place(path, error)}: {error or type(error).__name__}") from error
+        raise ValueError(f"{own.place(path, error)}: {error or type(error).__name__}") from error
     if "studies" in names:
         return _choose(names["studies"], path, size, name)
     if "study" not in names:
@@ -110,15 +112,3 @@ def _choose(studies: Mapping[str, Sizes], path: Path, size: str | None, name: st
     # Results of another size stay apart.
     called = name if size in (None, first) else f"{name}-{size}"
     return replace(sizes[size or first](), name=called)
-
-
-def _place(path: Path, error: Exception) -> str:
-    """file:line of the last line of the user's file that ran."""
-    if isinstance(error, SyntaxError):
-        return f"{path}:{error.lineno}"
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).name == path.name
-    ]
-    return f"{path}:{lines[-1]}" if lines else str(path)

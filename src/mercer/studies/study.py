@@ -7,7 +7,6 @@ budgets never share a table.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import own, parse
+from ..names import suggest
 from ..systems import SYSTEMS
 from .ledger import Record
 
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 # The training settings that a variant may set: the parts and shape of the model, but not data,
 # steps or rates.
 PARTS = ("system", "kernel", "position", "value", "filter", "system_options", "overrides")
+# Settings in which the jobs of variants differ: their parts, and the files of their own kernels.
+OF_VARIANTS = (*PARTS, "kernel_files")
 # Settings that the study sets for each job.
-ELSEWHERE = ("task", "seed", "output", "resume", "grown_from")
+ELSEWHERE = (
+    "task", "seed", "output", "resume", "grown_from", "trust_kernels", "kernel_files",
+)  # fmt: skip
 
 
 class Variant:
@@ -65,7 +70,12 @@ class Variant:
                 )
             parts["system"] = name
         self.name = name
-        self.parts = parts
+        try:
+            # Kernels as text; a study is Python, so what its texts name may be imported.
+            self.parts, needed = parse.spell(parts)
+            self.trust = own.trusted((*needed, *own.sources(parts)))
+        except ValueError as error:
+            raise ValueError(f"variant {name!r}: {error}") from None
         self.budget = dict(budget or {})
         self.alter = alter
 
@@ -204,7 +214,7 @@ class Study:
     @property
     def free(self) -> tuple[str, ...]:
         """The settings in which variants may differ."""
-        return (*PARTS, *self.differ)
+        return (*OF_VARIANTS, *self.differ)
 
     def owns(self, record: Record) -> bool:
         """Whether a record fits this study as it is now, with any seed."""
@@ -241,14 +251,15 @@ class Study:
         known = [entry.name for entry in fields(Settings)]
         for name in self.budget:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
                 raise ValueError(
-                    f"the budget sets {name!r}, which is not a setting of training; {hint}"
+                    f"the budget sets {name!r}, which is not a setting of training; "
+                    f"{suggest(name, known)}"
                 )
         tuned = self.chosen.get(variant.name, {})
-        own = {**tuned, **variant.budget, **variant.parts}
-        chosen = {"task": self.task, **self.budget, **own, "seed": seed}
+        differs = {**tuned, **variant.budget, **variant.parts}
+        chosen = {"task": self.task, **self.budget, **differs, "seed": seed}
+        if variant.trust:
+            chosen["trust_kernels"] = variant.trust
         # Config fields of the budget and of the variant are merged.
         both = [source.get("overrides", {}) for source in (self.budget, variant.parts)]
         chosen["overrides"] = {**both[0], **both[1]}

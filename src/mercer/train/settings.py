@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .. import stored
+from .. import own, parse, stored
+from ..kernels import Kernel
 
 TASKS = ("lm", "translation", "vision")
 DTYPES = ("float32", "bfloat16")
@@ -26,12 +27,16 @@ MODES = ("blocks", "sliding", "memory")
 FREE = (
     "output", "resume", "log_every", "eval_every", "save_every", "keep", "samples", "threads",
     "grown_from", "tensorboard", "accumulate", "workers", "fsdp", "device", "cache",
+    "trust_kernels",
 )  # fmt: skip
 
 WHOLE = (
     "steps", "batch", "length", "accumulate", "log_every", "eval_every", "save_every", "keep",
     "beams", "eval_items", "threads", "grown_from",
 )  # fmt: skip
+
+# Settings with text that may name classes of one's own, as `own.py` reads it.
+TEXTS = ("kernel", "position", "filter", "system_options", "overrides")
 
 # More than any run needs; numbers that arithmetic of 64 bits cannot take are mistakes.
 LARGEST = 10**12
@@ -61,10 +66,14 @@ class Settings:
     # The attention: a system by name (None: the preset's own), and parts of it as text.
     system: str | None = None
     system_options: Mapping[str, Any] = field(default_factory=dict)
-    kernel: str | None = None
+    kernel: str | Kernel | None = None
     position: str | None = None
     value: str | None = None
     filter: str | None = None
+    # Files and modules that may be imported for these texts; never stored.
+    trust_kernels: str | list[str] | tuple[str, ...] = ()
+    # The start of the SHA-256 of each file that the texts name, found by `resolve`.
+    kernel_files: Mapping[str, str] = field(default_factory=dict)
     # The model's shape, and fields of its config that differ from the preset's.
     preset: str = "tiny"
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -119,6 +128,23 @@ class Settings:
     # The number of steps before the run was last extended; set by the run itself.
     grown_from: int | None = None
 
+    def __post_init__(self) -> None:
+        given = self.trust_kernels
+        trust = (given,) if isinstance(given, str) else tuple(given)
+        for name in TEXTS:
+            text, needed = parse.spell(getattr(self, name))
+            object.__setattr__(self, name, text)
+            trust += needed
+        object.__setattr__(self, "trust_kernels", tuple(dict.fromkeys(trust)))
+
+    def _own_sources(self) -> tuple[str, ...]:
+        return own.sources(*(getattr(self, name) for name in TEXTS))
+
+    @property
+    def untrusted(self) -> tuple[str, ...]:
+        """The files and modules that the texts name and that are not to be imported."""
+        return own.untrusted(self._own_sources(), self.trust_kernels)
+
     def resolve(self) -> Settings:
         """The same with all fields filled, or ValueError."""
         self._check_choice("task", TASKS)
@@ -126,6 +152,7 @@ class Settings:
         self._check_choice("evaluate_by", MODES)
         if self.device is not None:
             self._check_choice("device", DEVICES)
+        sources = [name for name in self._own_sources() if name not in self.untrusted]
         recipe = GENERAL | RECIPES.get((self.task, self.preset), {})
         rate = _or(self.learning_rate, recipe["learning_rate"])
         steps = self.steps
@@ -147,6 +174,7 @@ class Settings:
             "overrides": dict(self.overrides),
             "data_options": dict(self.data_options),
             "betas": tuple(self.betas),
+            "kernel_files": {**self.kernel_files, **own.digests(sources, self.trust_kernels)},
         }
         filled["save_every"] = _or(self.save_every, filled["eval_every"])
         settings = replace(self, **filled)
@@ -194,17 +222,19 @@ class Settings:
     @property
     def name(self) -> str:
         """The name of the attention, as part of a file name."""
-        parts = re.findall(r"[A-Za-z0-9]+", self.kernel or self.system or self.preset)
+        parts = re.findall(r"[A-Za-z0-9]+", str(self.kernel or self.system or self.preset))
         return "-".join([self.task, *parts])[:80]
 
     def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        values = asdict(self)
+        del values["trust_kernels"]
+        return json.dumps(values, indent=2) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """Settings from JSON as `as_json` gives it."""
+        """Settings from JSON as `as_json` gives it, without trust in the files that it names."""
         what = "the settings of a run"
-        found = stored.read(cls, path, what)
+        found = replace(stored.read(cls, path, what), trust_kernels=())
         try:
             found.resolve()
         except (ValueError, TypeError) as error:

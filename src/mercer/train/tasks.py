@@ -126,6 +126,7 @@ class Task(ABC):
         settings = self.settings
         names = ("system", "system_options", "kernel", "position", "value", "filter")
         given = {name: getattr(settings, name) for name in names}
+        given["trust_kernels"] = settings.trust_kernels
         return {name: part for name, part in given.items() if part} | dict(settings.overrides)
 
     def vocabulary(self) -> dict[str, Any]:
