@@ -240,7 +240,8 @@ class Changed(Kernel):
         changed = super().__new__(cls)
         # The kernel itself has a text of its own.
         rest = {name: x for name, x in named.items() if name != "kernel"}
-        object.__setattr__(changed, "arguments", as_text(args[1 - len(named) + len(rest) :], rest))
+        own = args if "kernel" in named else args[1:]
+        object.__setattr__(changed, "arguments", as_text(own, rest))
         return changed
 
     def __init__(self, kernel: Kernel) -> None:
