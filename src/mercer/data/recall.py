@@ -37,12 +37,29 @@ class Recalls(Dataset[dict[str, Tensor]]):
     def __init__(self, data: RecallData, split: str, pairs: Sequence[int], length: int) -> None:
         self.data, self.split, self.pairs, self.length = data, split, tuple(pairs), length
         self.count = PASS if split == "train" else HELD_OUT * len(self.pairs)
-        self.ids, self.labels = self._draw(0)  # [count, length] each
+        self.epoch = 0
+        self._drawn: tuple[Tensor, Tensor] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the sequences of this pass; only the training data differs between passes."""
-        if self.split == "train":
-            self.ids, self.labels = self._draw(epoch)
+        """Choose the pass; only the training data differs between passes."""
+        if self.split == "train" and epoch != self.epoch:
+            self.epoch, self._drawn = epoch, None
+
+    @property
+    def ids(self) -> Tensor:
+        """[len, length]"""
+        return self._arrays()[0]
+
+    @property
+    def labels(self) -> Tensor:
+        """[len, length]"""
+        return self._arrays()[1]
+
+    def _arrays(self) -> tuple[Tensor, Tensor]:
+        # Drawn when they are needed first: a plan needs none.
+        if self._drawn is None:
+            self._drawn = self._draw(self.epoch)
+        return self._drawn
 
     def _draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         data = self.data
