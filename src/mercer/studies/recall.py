@@ -17,8 +17,8 @@ from mercer.studies import Row, Study, Variant
 
 QUESTION = "Which kernels find a value by its key, among how many pairs, at which width?"
 COST = {
-    "full": "336 short runs: about 15 minutes on an H200 with 8 jobs at once",
-    "small": "24 runs: about 5 minutes on two CPU cores with 2 jobs at once",
+    "full": "306 short runs: about 15 minutes on an H200 with 8 jobs at once",
+    "small": "32 runs: about 5 minutes on two CPU cores with 2 jobs at once",
 }
 POSITION = "LookupTable(4)"
 # {width} is the number of features of the one head.
