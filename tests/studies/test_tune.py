@@ -54,8 +54,7 @@ def go(folder, runs, study=STUDY, shard=None):
     console = Console(file=io.StringIO())
 
     def attempt(trial, place):
-        outcome = studies.run(trial, place, shard=shard, runner=runs, console=console)
-        return not outcome.interrupted
+        return studies.run(trial, place, shard=shard, runner=runs, console=console)
 
     return tune(study, folder, attempt)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -13,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from ..studies import Shard, Study
+    from ..studies import Outcome, Shard, Study
 
 FAILED, INTERRUPTED = 1, 130
 MOST_SEEDS = 10_000
@@ -23,11 +25,25 @@ def run_study(
     study: Annotated[
         str | None,
         typer.Argument(
-            help="The name of a study, or a Python file that defines `study`; none lists them.",
+            help="The name of a study, or a Python file that defines one; `list` lists them.",
             metavar="FILE_OR_NAME",
             show_default=False,
         ),
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder of data with lm/, translation/, …, or a source by name.",
+            metavar="FOLDER_OR_NAME",
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="Such as small: the same study for two CPU cores and ten minutes."),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, max=64, help="So many jobs at once on this machine.")
+    ] = 1,
     shard: Annotated[
         str | None,
         typer.Option(help="Run part i of n, for example one part per machine.", metavar="i/n"),
@@ -40,6 +56,9 @@ def run_study(
         Path | None,
         typer.Option(help="The folder of results; runs/NAME by default.", metavar="FOLDER"),
     ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what it will cost; run nothing.")
+    ] = False,
     table: Annotated[
         bool, typer.Option("--table", help="Show the results so far; run nothing.")
     ] = False,
@@ -50,24 +69,31 @@ def run_study(
     """Train every system of a study with one budget and several seeds, and compare them.
 
     Stop it with Ctrl-C at any time: the same command continues. Processes and machines that share
-    the folder share the work, and their results are merged.
+    the folder share the work, and their results are merged. Studies beside each other share the
+    results of equal runs.
 
-    For example: `mercer study quick`, or `mercer study mine.py --shard 1/4 --seeds 0-4`
+    For example: `mercer study quick`, or `mercer study tsai-kernels --data DATA --jobs 3`
     """
     from .. import studies
 
     console = Console(highlight=False)
     try:
-        if study is None:
+        if study is None or study == "list":
             studies.list_studies(console)
             return
         if source:
             typer.echo(studies.find(study).read_text(encoding="utf-8"), nl=False)
             return
-        chosen = studies.load(study)
+        chosen = studies.load(study, size)
+        if data is not None:
+            chosen = studies.use_data(chosen, data)
         wanted = None if seeds is None else read_seeds(seeds)
         part = None if shard is None else read_shard(shard)
         folder = output or Path("runs") / chosen.name
+        if plan:
+            studies.introduce(console, chosen, folder, part, wanted)
+            studies.show_plan(console, chosen, folder, jobs)
+            return
         if table:
             chosen = replace(chosen, chosen=studies.choose(chosen, folder) or {})
             found, notes, files = studies.look_up(chosen, folder, wanted)
@@ -75,34 +101,78 @@ def run_study(
                 raise ValueError(f"there are no results of this study in {folder} yet")
             studies.show(console, chosen, found, notes, files)
             return
+        studies.check_data(chosen)
         studies.introduce(console, chosen, folder, part, wanted)
-        stopped: list[bool] = []
-
-        def attempt(trial: Study, place: Path) -> bool:
-            console.print(f"[bold]{escape(trial.title)}[/]")
-            outcome = studies.run(trial, place, shard=part, console=console)
-            for job, why in outcome.failed.items():
-                console.print(f"[red]failed:[/] {escape(job)}: {escape(why)}", soft_wrap=True)
-            stopped.append(outcome.interrupted)
-            return not outcome.interrupted
-
-        tuned = studies.tune(chosen, folder, attempt)
-        if tuned is None:
-            why = "stopped" if any(stopped) else "not complete: trials failed, or run elsewhere"
-            console.print(f"The tuning is {why}. The same command continues.")
-            raise typer.Exit(INTERRUPTED if any(stopped) else FAILED)
-        chosen = tuned
-        outcome = studies.run(chosen, folder, shard=part, seeds=wanted, console=console)
+        given = {"--data": data, "--size": size, "--output": output, "--shard": shard}
+        given["--seeds"] = seeds
+        options = [str(x) for pair in given.items() if pair[1] is not None for x in pair]
+        if jobs > 1:
+            chosen, outcome = _side_by_side(console, chosen, folder, study, options, jobs, wanted)
+        else:
+            chosen, outcome = _one_by_one(console, chosen, folder, part, wanted, output is None)
     except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error}; finished jobs are kept, and the same command continues with the rest")
-    look = ["mercer", "study", study, *([] if output is None else ["--output", str(output)])]
-    again = [*look, *(["--shard", shard] if shard else []), *(["--seeds", seeds] if seeds else [])]
+    again = ["mercer", "study", study, *options]
+    look = [word for word in again if word != shard and word != "--shard"]
+    if jobs > 1:
+        again += ["--jobs", str(jobs)]
     studies.conclude(
         console, chosen, outcome, again=shlex.join(again), look=shlex.join([*look, "--table"])
     )
     raise typer.Exit(INTERRUPTED if outcome.interrupted else FAILED if outcome.failed else 0)
+
+
+def _one_by_one(
+    console: Console, study: Study, folder: Path, part: Shard | None, seeds: list[int] | None,
+    share: bool,
+) -> tuple[Study, Outcome]:  # fmt: skip
+    """Tune and run the study in this process."""
+    from .. import studies
+
+    said: set[Path] = set()
+    stopped: list[bool] = []
+
+    def attempt(trial: Study, place: Path) -> Outcome:
+        if place not in said:
+            said.add(place)
+            console.print(f"[bold]{escape(trial.title)}[/]")
+        outcome = studies.run(trial, place, shard=part, console=console, share=share)
+        for job, why in outcome.failed.items():
+            console.print(f"[red]failed:[/] {escape(job)}: {escape(why)}", soft_wrap=True)
+        stopped.append(outcome.interrupted)
+        return outcome
+
+    tuned = studies.tune(study, folder, attempt)
+    if tuned is None:
+        why = "stopped" if any(stopped) else "not complete: trials failed, or run elsewhere"
+        console.print(f"The tuning is {why}. The same command continues.")
+        raise typer.Exit(INTERRUPTED if any(stopped) else FAILED)
+    return tuned, studies.run(tuned, folder, shard=part, seeds=seeds, console=console, share=share)
+
+
+def _side_by_side(
+    console: Console, study: Study, folder: Path, name: str, options: list[str], jobs: int,
+    seeds: list[int] | None,
+) -> tuple[Study, Outcome]:  # fmt: skip
+    """Run the study in several processes."""
+    from .. import studies
+
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "mercer.cli.main", "study", name, *options]
+    ended = studies.run_workers(command, jobs, folder, study, console)
+    study = replace(study, chosen=studies.choose(study, folder) or {})
+    rows, notes, files = studies.look_up(study, folder, seeds)
+    outcome = studies.Outcome(
+        rows=rows, notes=notes, files=files, interrupted=bool(ended.signal),
+        seconds=time.monotonic() - begun,
+    )  # fmt: skip
+    if not ended.signal:
+        for number, (code, log) in enumerate(zip(ended.codes, ended.logs, strict=True), 1):
+            if code:
+                outcome.failed[f"worker {number}"] = f"it ended with code {code}; its log is {log}"
+    return study, outcome
 
 
 def read_seeds(text: str) -> list[int]:

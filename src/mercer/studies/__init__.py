@@ -3,8 +3,11 @@
 from .conduct import Outcome, look_up, run
 from .curves import draw_curves
 from .ledger import Ledger, Record, Shard
-from .load import NAMES, find, load
+from .load import NAMES, check_data, find, load, use_data
+from .measure import Trained
 from .paper import Claim, Paper
+from .parallel import run_workers
+from .plan import estimate, show_plan
 from .report import conclude, introduce, list_studies, show
 from .study import PARTS, Job, Metric, Study, Variant
 from .table import Row, draw, rows
@@ -23,11 +26,14 @@ __all__ = [
     "Row",
     "Shard",
     "Study",
+    "Trained",
     "Variant",
+    "check_data",
     "choose",
     "conclude",
     "draw",
     "draw_curves",
+    "estimate",
     "find",
     "introduce",
     "list_studies",
@@ -35,6 +41,9 @@ __all__ = [
     "look_up",
     "rows",
     "run",
+    "run_workers",
     "show",
+    "show_plan",
     "tune",
+    "use_data",
 ]

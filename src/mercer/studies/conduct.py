@@ -7,10 +7,11 @@ failed job does not stop the others.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from .curves import draw_curves
-from .ledger import Ledger, Record, Shard, claim
+from .ledger import TUNING, Ledger, Record, Shard, claim
+from .measure import Trained
 from .paper import beside
 from .screen import Screen
-from .study import PARTS, Job, Study
+from .study import Job, Study
 from .table import Row, as_markdown, rows
 from .tune import say_chosen
 
@@ -58,8 +60,11 @@ def run(
     seeds: Sequence[int] | None = None,
     runner: Runner | None = None,
     console: Console | None = None,
+    share: bool = False,
 ) -> Outcome:
     """Run the jobs of this shard; the outcome includes earlier results in the folder.
+
+    With `share`, results of the same settings in other studies beside this folder are copied.
 
     Raises ValueError before anything runs if a setting is wrong, the folder cannot be written, or
     it holds results of another budget; OSError if writing fails later.
@@ -71,6 +76,10 @@ def run(
     outcome = Outcome()
     jobs = study.jobs(seeds)[shard.index - 1 :: shard.count]
     records, notes = look(study, ledger)
+    wanted = {job.key: (study.name, job.variant) for job in jobs if job.key not in records}
+    if share and (shared := ledger.borrow(wanted)):
+        records |= {record.key: record for record in shared}
+        notes.append(f"{len(shared)} results are those of other studies beside this folder")
     todo = [job for job in jobs if job.key not in records]
     with Screen(console or Console(), study) as screen:
         for note in notes:
@@ -108,8 +117,15 @@ def _run_one(
     """Run one job and record its result; False if it was stopped, or told to at its end."""
     screen.start(job)
     begun = time.monotonic()
+    place = ledger.folder / "jobs" / job.name
     try:
-        result = runner(job, ledger.folder / "jobs" / job.name, screen)
+        result = runner(job, place, screen)
+        if result.status == "stopped":
+            return False
+        record = as_record(job, study, result, time.monotonic() - begun)
+        if study.measure is not None and record.converged:
+            found = study.measure(Trained(place, job.settings, study.source))
+            record = replace(record, metrics={**record.metrics, **found})
     except OSError:
         # The disk or the network failed, not this system: the next job would fail, too.
         raise
@@ -118,9 +134,6 @@ def _run_one(
         outcome.failed[str(job)] = str(error) or type(error).__name__
         screen.fail(job, outcome.failed[str(job)])
         return True
-    if result.status == "stopped":
-        return False
-    record = as_record(job, study, result, time.monotonic() - begun)
     ledger.append(record)
     screen.finish(record)
     return not getattr(result, "signal", 0)
@@ -155,7 +168,7 @@ def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
     old: dict[str, str] = {}
     for record in records.values():
         changed = study.differences(record)
-        if budget := [text for name, text in changed.items() if name not in PARTS]:
+        if budget := [text for name, text in changed.items() if name not in study.free]:
             raise ValueError(
                 f"{ledger.folder} holds results of another budget: {'; '.join(budget)}. "
                 "The two cannot be compared: give this study another folder by --output, "
@@ -197,9 +210,16 @@ def look_up(
     ledger.gather()
     table = folder / "table.md"
     parts = [as_markdown(study, found), say_chosen(study), beside(study.paper, found)]
+    if study.analyse is not None:
+        parts.append(study.analyse(found, folder))
     text = "\n".join(f"{part.strip()}\n" for part in parts if part)
-    table.write_text(text, encoding="utf-8")
+    temporary = table.with_name(f".{table.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, table)
     files = [ledger.main, table]
+    if folder.parent.name == TUNING:
+        # The curves of trials would cost more time than they tell.
+        return found, notes, files
     try:
         if curves := draw_curves(study, found, folder / "curves.png"):
             files.append(curves)

@@ -1,4 +1,4 @@
-"""The figure of a study: learning curves and final figures."""
+"""The figure of a study: final figures beside a paper's, and learning curves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .claims import bootstrap
 from .study import Study
 from .table import Row, best
 
@@ -16,39 +17,48 @@ MARKERS = "osD^vPX*"
 
 
 def draw_curves(study: Study, rows: Sequence[Row], path: Path) -> Path | None:
-    """Write a PNG: a line for each system with a band over its seeds, and the final figures.
+    """Write a PNG, and an SVG beside it: final figures with intervals, and learning curves.
 
-    None if no run has a curve yet. The file is replaced in one step.
+    None if no run has a curve yet. Each file is replaced in one step.
     """
     drawn = [(n, row) for n, row in enumerate(rows) if _curve(row)]
     if not drawn:
         return None
     plt = _pyplot()
     style = {
-        "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
+        "font.size": 9, "axes.spines.right": False, "svg.hashsalt": "mercer",
         "axes.edgecolor": "#888888", "xtick.color": "#444444", "ytick.color": "#444444",
     }  # fmt: skip
+    timed = any(_curve(row, "seconds") for _, row in drawn)
     with plt.rc_context(style):
         height = max(4.2, 0.42 * len(rows) + 1.6)
-        figure, (left, right) = plt.subplots(
-            1, 2, figsize=(10, height), layout="constrained", width_ratios=(1.6, 1)
-        )
+        figure = plt.figure(figsize=(10, height), layout="constrained")
+        grid = figure.add_gridspec(2 if timed else 1, 2, width_ratios=(1.35, 1))
         try:
-            for n, row in drawn:
-                # Later lines are thinner, so that a line below another still shows.
-                _draw_line(left, row, *_look(n), width=3.0 - 1.8 * n / len(rows))
-            _finish_lines(left, study, drawn)
-            _draw_ends(right, study, rows)
+            _draw_ends(figure.add_subplot(grid[:, 0]), study, rows)
+            for place, axis in enumerate(("step", "seconds") if timed else ("step",)):
+                axes = figure.add_subplot(grid[place, 1])
+                for n, row in drawn:
+                    # Later lines are thinner, so that a line below another still shows.
+                    _draw_line(axes, row, axis, *_look(n), width=2.4 - 1.4 * n / len(rows))
+                _finish_lines(axes, study, drawn, axis)
             figure.suptitle(study.title or study.name, x=0.01, ha="left", fontweight="bold")
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                figure.savefig(temporary, dpi=150, format="png")
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            for kind in ("png", "svg"):
+                _save(figure, path.with_suffix(f".{kind}"), kind)
         finally:
             plt.close(figure)
     return path
+
+
+def _save(figure: Any, path: Path, kind: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Without the date, equal figures are equal files.
+    metadata = {"Date": None} if kind == "svg" else None
+    try:
+        figure.savefig(temporary, dpi=150, format=kind, metadata=metadata)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _pyplot() -> Any:
@@ -64,73 +74,79 @@ def _look(n: int) -> tuple[str, str]:
     return COLOURS[n % len(COLOURS)], MARKERS[n % len(MARKERS)]
 
 
-def _curve(row: Row) -> dict[int, list[float]]:
-    """step -> the metric of each seed that was measured there."""
-    points: dict[int, list[float]] = {}
+def _curve(row: Row, axis: str = "step") -> dict[float, list[float]]:
+    """step or seconds -> the metric of each seed there, where all seeds were measured.
+
+    Seconds are the mean over the seeds that were measured at a step.
+    """
+    points: dict[int, list[tuple[float, float]]] = {}
     for record in row.records:
         for entry in record.history:
-            value = entry.get(row.metric.curve.key)
-            step = entry.get("step")
-            if isinstance(value, int | float) and step is not None:
-                points.setdefault(int(step), []).append(value)
-    return dict(sorted(points.items()))
+            value, at = entry.get(row.metric.curve.key), entry.get(axis)
+            if isinstance(value, int | float) and isinstance(at, int | float):
+                points.setdefault(int(entry["step"] or 0), []).append((float(at), value))
+    # A mean of other seeds at other steps would have false dips.
+    most = max((len(found) for found in points.values()), default=0)
+    return {
+        sum(at for at, _ in points[step]) / most: [value for _, value in points[step]]
+        for step in sorted(points) if len(points[step]) == most
+    }  # fmt: skip
 
 
-def _draw_line(axes: Any, row: Row, colour: str, marker: str, *, width: float) -> None:
-    points = _curve(row)
-    steps = list(points)
+def _draw_line(axes: Any, row: Row, axis: str, colour: str, marker: str, *, width: float) -> None:
+    points = _curve(row, axis)
+    places = list(points)
     means = [sum(values) / len(values) for values in points.values()]
     axes.fill_between(
-        steps, [min(v) for v in points.values()], [max(v) for v in points.values()],
+        places, [min(v) for v in points.values()], [max(v) for v in points.values()],
         color=colour, alpha=0.18, linewidth=0,
     )  # fmt: skip
     axes.plot(
-        steps,
-        means,
-        color=colour,
-        marker=marker,
-        markersize=2.5 + width,
-        linewidth=width,
+        places, means, color=colour, marker=marker, markersize=2 + width, linewidth=width,
         label=row.variant,
-    )
-    if row.diverged:
-        axes.plot(steps[-1], means[-1], marker="x", color=colour, markersize=9, markeredgewidth=2)
+    )  # fmt: skip
+    if row.diverged and places:
+        axes.plot(places[-1], means[-1], marker="x", color=colour, markersize=8, markeredgewidth=2)
 
 
-def _finish_lines(axes: Any, study: Study, drawn: Sequence[tuple[int, Row]]) -> None:
+def _finish_lines(axes: Any, study: Study, drawn: Sequence[tuple[int, Row]], axis: str) -> None:
     metric = study.metric.curve
-    curves = [_curve(row) for _, row in drawn]
-    end = max(step for curve in curves for step in curve)
+    curves = [_curve(row, axis) for _, row in drawn]
+    end = max((at for curve in curves for at in curve), default=1.0)
     # The first measurements are much larger and would flatten the rest.
     later = [v for curve in curves for s, values in curve.items() if s >= end / 5 for v in values]
     if later:
         low, high = min(later), max(later)
         room = 0.06 * (high - low) or 0.05
         axes.set_ylim(low - room, high + room)
-    axes.set_xlabel("step")
+    axes.set_xlabel("step" if axis == "step" else "seconds of steps")
     axes.set_ylabel(f"validation {metric.title}")
-    axes.set_title("mean, and band from the lowest to the highest seed", fontsize=8, loc="left")
+    axes.spines.top.set_visible(False)
     axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="upper right" if metric.lower_is_better else "lower right")
+    axes.set_title("mean, and band over seeds", fontsize=8, loc="left")
 
 
 def _draw_ends(axes: Any, study: Study, rows: Sequence[Row]) -> None:
-    """A dot for each seed and a bar at their mean, the best system on top."""
+    """Each system: its seeds, the mean with its interval, and the paper's figure."""
     sign = 1 if study.metric.lower_is_better else -1
-    order = sorted(
-        range(len(rows)), key=lambda n: (rows[n].mean is None, sign * (rows[n].mean or 0.0))
-    )
+    order = list(range(len(rows)))
+    if study.paper is None:
+        # The best on top; a paper's table keeps its order.
+        order.sort(key=lambda n: (rows[n].mean is None, sign * (rows[n].mean or 0.0)))
     first = best(rows)
     for place, n in enumerate(order):
         row = rows[n]
         colour, marker = _look(n)
         if row.values:
             axes.plot(
-                row.values, [place] * len(row.values), marker, color=colour, markersize=6, alpha=0.7
+                row.values, [place] * len(row.values), marker, color=colour, markersize=5, alpha=0.6
             )
         if row.mean is not None:
             axes.plot([row.mean] * 2, [place - 0.3, place + 0.3], color=colour, linewidth=2)
+            if (interval := bootstrap(row.values)) is not None:
+                axes.plot([interval.low, interval.high], [place] * 2, color=colour, linewidth=5,
+                          alpha=0.35, solid_capstyle="butt")  # fmt: skip
             said = row.figure.strip()
         else:
             said = row.figure or "no result yet"
@@ -140,10 +156,34 @@ def _draw_ends(axes: Any, study: Study, rows: Sequence[Row]) -> None:
             fontweight="bold" if row is first else "normal",
         )  # fmt: skip
     axes.set_yticks(range(len(order)), [rows[n].variant for n in order])
+    for label, n in zip(axes.get_yticklabels(), order, strict=True):
+        # The colours of the curves: no legend is needed.
+        label.set_color(_look(n)[0])
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel(f"final validation {study.metric.title}")
     better = "lower" if study.metric.lower_is_better else "higher"
-    axes.set_title(f"one mark a seed, {better} is better", fontsize=8, loc="left")
+    axes.set_xlabel(
+        f"{study.metric.title}, {better} is better: a mark for each seed, the mean, "
+        "its 95 % interval",
+        fontsize=8,
+    )
+    _draw_paper(axes, study, rows, order)
+
+
+def _draw_paper(axes: Any, study: Study, rows: Sequence[Row], order: Sequence[int]) -> None:
+    """The paper's figures as hollow marks, on an axis of their own: their data are others."""
+    figures = {} if study.paper is None else study.paper.figures
+    known = [
+        (figures[rows[n].variant], place)
+        for place, n in enumerate(order) if figures.get(rows[n].variant) is not None
+    ]  # fmt: skip
+    if study.paper is None or not known:
+        axes.spines.top.set_visible(False)
+        return
+    top = axes.twiny()
+    top.spines.right.set_visible(False)
+    top.plot(*zip(*known, strict=True), "D", markerfacecolor="none", color="#444444", markersize=7)
+    top.margins(x=0.12)
+    top.set_xlabel(f"◇ the paper's {study.paper.metric} on {study.paper.data}", fontsize=8)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,8 @@ from .. import stored
 from ..lock import Lock
 
 MAIN = "results.jsonl"
+# The folder of a study in which its trials are.
+TUNING = "tuning"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,23 @@ class Ledger:
                 elif record.key not in found or record.finished < found[record.key].finished:
                     found[record.key] = record
         return found, torn
+
+    def borrow(self, wanted: Mapping[str, tuple[str, str]]) -> list[Record]:
+        """Copy results that stand in another study beside this folder, by key.
+
+        `wanted` has the study and the variant that a key has here.
+        """
+        found: dict[str, Record] = {}
+        base = self.folder.parent.parent if self.folder.parent.name == TUNING else self.folder
+        for folder in (*base.parent.glob("*"), *base.parent.glob(f"*/{TUNING}/*")):
+            if folder != self.folder and folder.is_dir():
+                for key, record in Ledger(folder).read().items():
+                    if key in wanted and key not in found:
+                        study, variant = wanted[key]
+                        found[key] = replace(record, study=study, variant=variant)
+        if found:
+            _append(self.path, list(found.values()))
+        return list(found.values())
 
     def append(self, record: Record) -> None:
         """Add a line and sync it to disk."""

@@ -10,6 +10,8 @@ from mercer.studies import Study, Variant
 study = Study(
     name="quick",
     title="Six kinds of attention as small language models of Python's documentation",
+    question="Which attention learns fast as a small language model?",
+    cost="under four minutes on two cores",
     task="lm",
     systems=[
         "vaswani2017",

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .conduct import Outcome
 from .ledger import Shard
-from .load import NAMES, load
+from .load import NAMES, list_sizes, load
 from .paper import RULE, Paper, compare
 from .screen import clock
 from .study import Study
@@ -79,7 +79,7 @@ def show(
     files: Sequence[Path],
 ) -> None:
     """Print the table, its notes, and the files."""
-    console.print(draw(rows, width=console.width))
+    console.print(draw(rows, width=console.width, columns=study.columns))
     console.print(f"[dim]{CAPTION}[/]")
     if (first := best(rows)) is not None and first.spread is not None:
         rivals = [r for r in rows if r is not first and r.mean is not None and _ties(first, r)]
@@ -130,13 +130,20 @@ def suggest(console: Console, study: Study) -> None:
 
 
 def list_studies(console: Console) -> None:
-    """The studies that come with the package."""
-    console.print("Studies that come with Mercer:")
+    """The studies that come with the package: what each asks, its jobs, its data, its cost."""
+    console.print("Studies that come with Mercer:\n")
     for name in NAMES:
-        console.print(f"  [bold]{name}[/]  {escape(load(name).title)}")
+        study = load(name)
+        jobs = len(study.jobs())
+        needs = f", data {study.corpus} by --data" if study.corpus else ""
+        sizes = f", sizes {', '.join(found)}" if (found := list_sizes(name)) else ""
+        console.print(f"[bold]{name}[/]  {escape(study.question or study.title)}", soft_wrap=True)
+        console.print(
+            f"  [dim]{escape(f'{jobs} jobs; {study.cost}{needs}{sizes}')}[/]", soft_wrap=True
+        )
     console.print(
-        "Run one by `mercer study NAME`, or one of your own by `mercer study FILE.py`; "
-        "docs/studies.md says how to write one."
+        "\nRun one by `mercer study NAME`, or one of your own by `mercer study FILE.py`; --plan "
+        "says what it costs, --size small is for a laptop. docs/studies.md says how to write one."
     )
 
 

@@ -11,15 +11,18 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..systems import SYSTEMS
 from .ledger import Record
 
 if TYPE_CHECKING:
+    from .measure import Trained
     from .paper import Paper
+    from .table import Row
 
 # The training settings that a variant may set: the parts and shape of the model, but not data,
 # steps or rates.
@@ -29,9 +32,12 @@ ELSEWHERE = ("task", "seed", "output", "resume")
 
 
 class Variant:
-    """A system under its own name, with the settings in which it differs."""
+    """A system under its own name, with the settings in which it differs.
 
-    def __init__(self, name: str, **parts: Any) -> None:
+    `budget` holds settings of training; the study must allow them in `differ`.
+    """
+
+    def __init__(self, name: str, *, budget: Mapping[str, Any] | None = None, **parts: Any) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
             raise ValueError(
                 "the name of a variant must be letters, digits and . _ + - without spaces, "
@@ -52,9 +58,12 @@ class Variant:
             parts["system"] = name
         self.name = name
         self.parts = parts
+        self.budget = dict(budget or {})
 
     def __repr__(self) -> str:
         parts = [f"{name}={part!r}" for name, part in self.parts.items()]
+        if self.budget:
+            parts.append(f"budget={self.budget!r}")
         return f"Variant({', '.join([repr(self.name), *parts])})"
 
 
@@ -94,6 +103,23 @@ class Study:
     seeds: Sequence[int] = (0, 1)
     name: str = "study"
     title: str = ""
+    # What it asks, and what it costs, for `mercer study list`.
+    question: str = ""
+    cost: str = ""
+    # Where its data is in the folder that --data names, such as "translation/tatoeba". This is the
+    # data in the key of a job, wherever the folder is.
+    corpus: str = ""
+    # The folder, or the source by name, that --data gave.
+    source: str = ""
+    # Settings in which variants differ by design, besides their parts, such as ("steps",).
+    differ: Sequence[str] = ()
+    # The metric of the table; the task's own unless given.
+    main: Metric | None = None
+    # More figures of a trained model, and those that the table shows.
+    measure: Callable[[Trained], Mapping[str, float | None]] | None = None
+    columns: Sequence[Metric] = ()
+    # What all runs say together, as Markdown; it may write pictures into the folder.
+    analyse: Callable[[Sequence[Row], Path], str] | None = None
     # A note below the table.
     remark: str = ""
     # The same grid for every variant, such as {"learning_rate": (1e-3, 3e-3)}, tried with the first
@@ -112,19 +138,29 @@ class Study:
             raise ValueError(f"systems must be a list of at least one, got {self.systems!r}")
         if self.task not in METRICS:
             raise ValueError(f"task must be one of {', '.join(METRICS)}, got {self.task!r}")
-        for part in (*self.budget, *self.tune, *self.tune_budget):
+        for part in (*self.budget, *self.tune, *self.tune_budget, *self.differ):
             if part in {*PARTS, *ELSEWHERE} - {"overrides"}:
                 raise ValueError(
                     f"the budget must not set {part!r}: "
                     "see systems, task and seeds of the study, and --output"
                 )
         names = [variant.name for variant in self.variants]
+        for variant in self.variants:
+            self._check_budget(variant)
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"systems must have different names, but {min(twice)!r} occurs twice")
         check_seeds(self.seeds)
         self._check_grid()
         if self.paper is not None:
             self.paper.check(names)
+
+    def _check_budget(self, variant: Variant) -> None:
+        for name in variant.budget:
+            if name not in self.differ:
+                raise ValueError(
+                    f"variant {variant.name!r} sets {name!r}, but all systems get the same budget; "
+                    f"if they differ in it by design, say so: differ=({name!r},)"
+                )
 
     def _check_grid(self) -> None:
         for name, values in self.tune.items():
@@ -143,7 +179,12 @@ class Study:
 
     @property
     def metric(self) -> Metric:
-        return METRICS[self.task]
+        return self.main or METRICS[self.task]
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The settings in which variants may differ."""
+        return (*PARTS, *self.differ)
 
     def owns(self, record: Record) -> bool:
         """Whether a record fits this study as it is now, with any seed."""
@@ -162,7 +203,7 @@ class Study:
         }
         if variant is None:
             # An unknown variant may have any parts, but must have the same budget.
-            changed = {name: text for name, text in changed.items() if name not in PARTS}
+            changed = {name: text for name, text in changed.items() if name not in self.free}
         return changed
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
@@ -186,17 +227,35 @@ class Study:
                     f"the budget sets {name!r}, which is not a setting of training; {hint}"
                 )
         tuned = self.chosen.get(variant.name, {})
-        chosen = {"task": self.task, **self.budget, **tuned, **variant.parts, "seed": seed}
+        own = {**tuned, **variant.budget, **variant.parts}
+        chosen = {"task": self.task, **self.budget, **own, "seed": seed}
         # Config fields of the budget and of the variant are merged.
         both = [source.get("overrides", {}) for source in (self.budget, variant.parts)]
         chosen["overrides"] = {**both[0], **both[1]}
+        located = self._locate(chosen)
         try:
             resolved = json.loads(Settings(**chosen).resolve().as_json())
         except ValueError as error:
             raise ValueError(f"{variant.name}: {error}") from None
         # The other settings concern logging and storage, and may differ between machines.
         settings = {name: value for name, value in resolved.items() if name not in FREE}
-        return Job(variant.name, seed, chosen, settings)
+        if self.measure is not None:
+            settings["measure"] = self.measure.__name__
+        return Job(variant.name, seed, {**chosen, **located}, settings)
+
+    def _locate(self, chosen: dict[str, Any]) -> dict[str, str]:
+        """Set the name of the data, which is in the key, and return where it is."""
+        if "data" in chosen or not self.corpus:
+            name = chosen.get("data", "")
+            # A variant's own corpus.
+            inside = Path(self.source) / name
+            return {"data": str(inside)} if self.source and name and inside.exists() else {}
+        inside = Path(self.source) / self.corpus
+        if self.source and (Path(self.source) / Path(self.corpus).parts[0]).is_dir():
+            chosen["data"] = self.corpus
+            return {"data": str(inside)}
+        chosen["data"] = self.source or self.corpus
+        return {}
 
 
 @dataclass(frozen=True)

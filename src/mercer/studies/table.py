@@ -61,6 +61,15 @@ class Row:
             return f"{self.mean:.{digits}f}" + " " * (digits + 5)
         return f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
 
+    def cell(self, metric: Metric) -> str:
+        """The mean of another figure over the seeds that have it, with its spread."""
+        found = [r.metrics.get(metric.key) for r in self.records if r.converged]
+        values = [x for x in found if isinstance(x, int | float)]
+        if not values:
+            return ""
+        spread = f" ± {statistics.stdev(values):.{metric.digits}f}" if len(values) > 1 else ""
+        return f"{statistics.fmean(values):.{metric.digits}f}{spread}"
+
     @property
     def costs(self) -> dict[str, str]:
         """Cost and speed; the speed is the median over seeds."""
@@ -101,7 +110,12 @@ def best(found: Sequence[Row]) -> Row | None:
     return choose(known, key=lambda pair: pair[0])[1]
 
 
-def draw(found: Sequence[Row], active: str | None = None, width: int = 80) -> Table:
+def draw(
+    found: Sequence[Row],
+    active: str | None = None,
+    width: int = 80,
+    columns: Sequence[Metric] = (),
+) -> Table:
     """The rows for a terminal of this width; the active one is marked."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("system", no_wrap=True)
@@ -109,6 +123,12 @@ def draw(found: Sequence[Row], active: str | None = None, width: int = 80) -> Ta
     table.add_column("seeds", justify="right", no_wrap=True)
     # A narrow terminal shows no costs.
     room = width - max(len(row.variant) for row in found) - 26
+    more = []
+    for metric in columns:
+        cells = [metric.title, *(row.cell(metric) for row in found)]
+        if (room := room - max(map(len, cells)) - 3) >= 0:
+            table.add_column(metric.title, justify="right", no_wrap=True)
+            more.append(metric)
     shown = []
     for title in COSTS:
         if (room := room - len(title) - 3) >= 0:
@@ -126,16 +146,20 @@ def draw(found: Sequence[Row], active: str | None = None, width: int = 80) -> Ta
         seeds = row.seeds
         if row.variant == active:
             name, seeds = f"[cyan]{name}[/]", f"[cyan]▸[/] {seeds}"
-        table.add_row(name, figure, seeds, *(row.costs[t] for t in shown), style=style)
+        others = (*map(row.cell, more), *(row.costs[title] for title in shown))
+        table.add_row(name, figure, seeds, *others, style=style)
     return table
 
 
 def as_markdown(study: Study, found: Sequence[Row]) -> str:
     """The same table, for a file."""
-    header = ("system", study.metric.title, "seeds", *COSTS)
-    lines = [f"# {study.title or study.name}", "", _cells(header), "|---|" + "---:|" * 5]
+    more = study.columns
+    header = ("system", study.metric.title, "seeds", *(m.title for m in more), *COSTS)
+    lines = [f"# {study.title or study.name}", "", _cells(header)]
+    lines.append("|---|" + "---:|" * (len(header) - 1))
     for row in found:
-        lines.append(_cells((row.variant, row.figure.strip(), row.seeds, *row.costs.values())))
+        cells = (row.figure.strip(), row.seeds, *map(row.cell, more), *row.costs.values())
+        lines.append(_cells((row.variant, *cells)))
     budget = ", ".join(f"{name} {value}" for name, value in study.budget.items())
     return "\n".join([*lines, "", CAPTION, "", f"Budget of every system: {budget}.", ""])
 
@@ -145,7 +169,7 @@ CAPTION = "Mean ± standard deviation over seeds, on data that was not trained o
 
 def shorten(number: float) -> str:
     """Three digits and a unit: 118k, 1.32M."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # 999.6k would round to 1e+03k.
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{unit}"
