@@ -3,7 +3,7 @@
 import pytest
 
 import mercer as mc
-from mercer.studies import Row
+from mercer.studies import Row, load
 from mercer.studies.recall import (
     KERNELS,
     POSITION,
@@ -44,13 +44,27 @@ def test_every_job_can_be_built(size):
     from mercer.train import Settings, plan
 
     study = make(size)
-    assert study.name == ("recall" if size == "full" else "recall-small")
+    assert load("recall", size).title == study.title
     width = SIZES[size]["widths"][0]
     for variant in study.variants:
         if variant.name.endswith(f"-{width}"):
             job = study.job(variant, 0)
             counted = plan(Settings(**job.chosen)).counted
             assert counted.total > 0
+
+
+def test_the_plan_counts_what_a_run_counts():
+    from mercer.studies.plan import estimate
+    from mercer.train import Settings, plan
+
+    study = make("small")
+    found = estimate(study)[0]
+    run = plan(Settings(**study.job(study.variants[0], 0).chosen))
+    tokens = run.tokens_per_step * 400
+    assert found.jobs == 4
+    assert found.parameters == run.counted.total
+    assert found.tokens == 4 * tokens
+    assert found.flops == 4 * tokens * run.counted.flops_per_token
 
 
 def test_there_is_no_other_size():

@@ -21,6 +21,7 @@ FILES = {
     "gka-language": "gka.py",
     "gka-vision": "gka.py",
     "kernels-per-second": "speed.py",
+    "recall": "recall.py",
 }  # fmt: skip
 NAMES = tuple(FILES)
 # "full", "small" -> the study; the first is the default.

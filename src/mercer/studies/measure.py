@@ -27,7 +27,7 @@ class Trained:
 
         kinds = {
             "lm": models.KernelLM, "translation": models.KernelTranslator,
-            "vision": models.KernelViT,
+            "vision": models.KernelViT, "recall": models.KernelLM,
         }  # fmt: skip
         model = kinds[self.settings["task"]].from_pretrained(self.folder / "model")
         return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

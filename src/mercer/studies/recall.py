@@ -9,7 +9,7 @@ second. Systems that have their own way to positions are there for comparison, u
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from mercer.studies import Row, Study, Variant
 
 QUESTION = "Which kernels find a value by its key, among how many pairs, at which width?"
 COST = {
-    "full": "324 short runs: about 15 minutes on an H200 with 8 jobs at once",
-    "small": "32 runs: about 5 minutes on two CPU cores with 2 jobs at once",
+    "full": "about 15 minutes on one H200, with 8 jobs at once",
+    "small": "about 5 minutes on two cores, with 2 jobs at once",
 }
 POSITION = "LookupTable(4)"
 # {width} is the number of features of the one head.
@@ -94,8 +94,9 @@ def make(size: str) -> Study:
     given = SIZES[size]
     steps = given["steps"]
     return Study(
-        name="recall" if size == "full" else f"recall-{size}",
         title="Which kernels find a value by its key?",
+        question=QUESTION,
+        cost=COST[size],
         task="recall",
         systems=[
             vary(name, width, given["longest"])
@@ -116,6 +117,7 @@ def make(size: str) -> Study:
         tune={"learning_rate": given["rates"]},
         tune_budget={"steps": given["trial_steps"]},
         seeds=given["seeds"],
+        analyse=analyse,
         remark=(
             "Every kernel has the same position part, a table of the distances up to 4, so that "
             "only the kernel of the content differs; lookup has none. The accuracy is the mean "
@@ -183,4 +185,6 @@ def _head(titles: Sequence[str]) -> list[str]:
     return [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
 
 
-study = make("full")
+studies: dict[str, Mapping[str, Callable[[], Study]]] = {
+    "recall": {"full": lambda: make("full"), "small": lambda: make("small")},
+}
