@@ -29,7 +29,7 @@ HELD_OUT = 512
 # The first number of each split's seed: equal seeds of two splits draw different sequences.
 SPLITS = {"train": 0, "valid": 1, "test": 2}
 # Tokens, unless the option says otherwise.
-VOCABULARY = 128
+VOCABULARY = 64
 MOST_PAIRS, LONGEST, LARGEST_VOCABULARY = 1024, 8192, 2**20
 
 
@@ -118,7 +118,7 @@ def recall(
     *,
     pairs: Sequence[int] | int = (2, 4, 8),
     held_out_pairs: Sequence[int] | int | None = None,
-    length: int = 64,
+    length: int = 32,
     vocabulary: int = VOCABULARY,
     power: float = 0.01,
     seed: int = 0,

@@ -25,7 +25,7 @@ class Trained:
 
         from .. import models
 
-        kinds = {
+        kinds: dict[str, Any] = {
             "lm": models.KernelLM, "translation": models.KernelTranslator,
             "vision": models.KernelViT, "recall": models.KernelLM,
         }  # fmt: skip

@@ -130,7 +130,7 @@ def make(size: str) -> Study:
 def vary(name: str, width: int, longest: int) -> Variant:
     """A kernel or a system at a width."""
     parts = {"kernel": KERNELS[name], "position": POSITION} if name in KERNELS else SYSTEMS[name]
-    read = {
+    read: dict[str, Any] = {
         part: text.format(width=width, longest=longest) if isinstance(text, str) else text
         for part, text in parts.items()
     }
