@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..lock import Lock
 from .curves import draw_curves
 from .ledger import TUNING, Ledger, Record, Shard, claim
 from .measure import Trained
@@ -124,7 +125,7 @@ def _run_one(
             return False
         record = as_record(job, study, result, time.monotonic() - begun)
         if study.measure is not None and record.converged:
-            found = study.measure(Trained(place, job.settings, study.source))
+            found = study.measure(Trained(place, job.settings, job.chosen, study.source))
             record = replace(record, metrics={**record.metrics, **found})
     except OSError:
         # The disk or the network failed, not this system: the next job would fail, too.
@@ -244,4 +245,38 @@ def train(job: Job, folder: Path, screen: Screen) -> Result:
 
     begun = (folder / "config.json").exists()
     settings = Settings(**job.chosen, output=str(folder), resume=begun)
-    return run_training(settings, screen.show, say=lambda text: screen.say(f"{job}: {text}"))
+
+    def say(text: str) -> None:
+        screen.say(f"{job}: {text}")
+
+    if job.backbone:
+        # In the folder of the study, also for its trials.
+        home = folder.parents[3] if folder.parents[2].name == TUNING else folder.parents[1]
+        place = home / "backbone" / job.settings["init"].rpartition(" ")[2]
+        stopped = prepare(job.backbone, place, screen, say)
+        if stopped is not None:
+            return stopped
+        settings = replace(settings, init=str(place))
+    return run_training(settings, screen.show, say=say, alter=job.alter)
+
+
+def prepare(
+    backbone: Mapping[str, Any], place: Path, screen: Screen, say: Callable[[str], None]
+) -> Result | None:
+    """Train the run that all jobs start from, once; its result if it was stopped."""
+    from ..train import Settings
+    from ..train import run as run_training
+
+    lock = Lock(place.with_name(place.name + ".lock"))
+    # Other processes of the study wait for it.
+    lock.take(wait=True)
+    try:
+        if (place / "result.json").exists():
+            return None
+        say("first the run that all jobs start from")
+        begun = (place / "config.json").exists()
+        settings = Settings(**backbone, output=str(place), resume=begun)
+        result = run_training(settings, screen.show, say=say)
+    finally:
+        lock.release()
+    return result if result.status == "stopped" else None

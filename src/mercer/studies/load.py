@@ -21,6 +21,11 @@ FILES = {
     "gka-language": "gka.py",
     "gka-vision": "gka.py",
     "kernels-per-second": "speed.py",
+    "twikers-causality": "twikers.py",
+    "twikers-speech": "twikers.py",
+    "twikers-style": "twikers_style.py",
+    "twikers-bias": "twikers.py",
+    "twikers-bias-translation": "twikers.py",
     "recall": "recall.py",
 }  # fmt: skip
 NAMES = tuple(FILES)

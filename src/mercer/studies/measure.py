@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -14,15 +16,15 @@ class Trained:
     """A job that has ended: the folder of its run, and what decided it."""
 
     folder: Path
+    # As in its record, and as they were given to training.
     settings: Mapping[str, Any]
+    chosen: Mapping[str, Any] = field(default_factory=dict)
     # What --data named; "" without it.
     source: str = ""
 
     @cached_property
     def model(self) -> Any:
-        """The trained model, on the GPU if there is one."""
-        import torch
-
+        """The trained model as it was saved, on the GPU if there is one."""
         from .. import models
 
         kinds: dict[str, Any] = {
@@ -30,13 +32,26 @@ class Trained:
             "vision": models.KernelViT, "recall": models.KernelLM,
         }  # fmt: skip
         model = kinds[self.settings["task"]].from_pretrained(self.folder / "model")
-        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        return model.to(self.device).eval()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @cached_property
-    def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+    def task(self) -> Any:
+        """The task of the run, with its data and tokenizer."""
+        from ..train import Settings
+        from ..train.tasks import TASKS
 
-        return AutoTokenizer.from_pretrained(self.folder / "model")
+        return TASKS[self.settings["task"]](Settings(**self.chosen).resolve())
+
+    def evaluate(self) -> dict[str, Any]:
+        """The metrics of the model as it was saved, on validation data."""
+        from ..train.distributed import Team
+
+        found: dict[str, Any] = self.task.evaluate(self.model, Team(self.device, 0, 1), final=False)
+        return found
 
     def file(self, place: str) -> Path | None:
         """A file in the folder that --data named, or None if it is not there."""

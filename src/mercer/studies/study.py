@@ -34,10 +34,18 @@ ELSEWHERE = ("task", "seed", "output", "resume")
 class Variant:
     """A system under its own name, with the settings in which it differs.
 
-    `budget` holds settings of training; the study must allow them in `differ`.
+    `budget` holds settings of training; the study must allow them in `differ`. `alter` changes a
+    model after it is built, for a control that no setting gives.
     """
 
-    def __init__(self, name: str, *, budget: Mapping[str, Any] | None = None, **parts: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        budget: Mapping[str, Any] | None = None,
+        alter: Callable[[Any], None] | None = None,
+        **parts: Any,
+    ) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
             raise ValueError(
                 "the name of a variant must be letters, digits and . _ + - without spaces, "
@@ -59,12 +67,18 @@ class Variant:
         self.name = name
         self.parts = parts
         self.budget = dict(budget or {})
+        self.alter = alter
 
     def __repr__(self) -> str:
         parts = [f"{name}={part!r}" for name, part in self.parts.items()]
         if self.budget:
             parts.append(f"budget={self.budget!r}")
         return f"Variant({', '.join([repr(self.name), *parts])})"
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """A hash of settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -77,12 +91,15 @@ class Job:
     chosen: Mapping[str, Any]
     # All settings that decide its result, filled in.
     settings: Mapping[str, Any]
+    # The settings of the run that it starts from.
+    backbone: Mapping[str, Any] = field(default_factory=dict)
+    # Changes the model after it is built.
+    alter: Callable[[Any], None] | None = None
 
     @property
     def key(self) -> str:
         """A hash of everything that decides the result."""
-        text = json.dumps(self.settings, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest(self.settings)
 
     @property
     def name(self) -> str:
@@ -111,6 +128,9 @@ class Study:
     corpus: str = ""
     # The folder, or the source by name, that --data gave.
     source: str = ""
+    # Settings of a run of the same task that is trained once, before all jobs; they start from its
+    # weights.
+    backbone: Mapping[str, Any] = field(default_factory=dict)
     # Settings in which variants differ by design, besides their parts, such as ("steps",).
     differ: Sequence[str] = ()
     # The metric of the table; the task's own unless given.
@@ -241,7 +261,15 @@ class Study:
         settings = {name: value for name, value in resolved.items() if name not in FREE}
         if self.measure is not None:
             settings["measure"] = self.measure.__name__
-        return Job(variant.name, seed, {**chosen, **located}, settings)
+        if variant.alter is not None:
+            settings["alter"] = variant.alter.__name__
+        backbone = {"task": self.task, **self.backbone} if self.backbone else {}
+        if backbone:
+            there = self._locate(backbone)
+            settings["init"] = f"backbone {digest(backbone)}"
+            backbone |= there
+        given = {**chosen, **located}
+        return Job(variant.name, seed, given, settings, backbone, variant.alter)
 
     def _locate(self, chosen: dict[str, Any]) -> dict[str, str]:
         """Set the name of the data, which is in the key, and return where it is."""
@@ -249,7 +277,9 @@ class Study:
             name = chosen.get("data", "")
             # A variant's own corpus.
             inside = Path(self.source) / name
-            return {"data": str(inside)} if self.source and name and inside.exists() else {}
+            # A member of an archive stands after "::".
+            there = Path(str(inside).partition("::")[0]).exists()
+            return {"data": str(inside)} if self.source and name and there else {}
         inside = Path(self.source) / self.corpus
         if self.source and (Path(self.source) / Path(self.corpus).parts[0]).is_dir():
             chosen["data"] = self.corpus

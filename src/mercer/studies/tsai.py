@@ -43,7 +43,7 @@ POSITIONS = {
 }
 CROSS = {
     "direct-sum": {"kernel": "Exponential()", "position": "DirectSum()", "value": WITH},
-    "product-eq9": {**EQ9, "system_options": SYMMETRIC},
+    "product-eq9": {**EQ9, "value": WITHOUT, "system_options": SYMMETRIC},
 }
 VALUES = {"direct-sum": WITH, "look-up": WITHOUT, "product-eq5": WITHOUT, "product-eq9": WITHOUT}
 KERNELS = {
