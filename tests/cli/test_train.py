@@ -30,7 +30,7 @@ def invoke(tmp_path, tmp_path_factory, monkeypatch):
 
 
 def test_help_has_examples():
-    for task in ("lm", "translation", "vision"):
+    for task in ("lm", "translation", "recall", "vision"):
         done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [task, "--help"])
         assert done.exit_code == 0
         assert f"mercer train {task}" in done.output

@@ -20,7 +20,7 @@ from mercer.train.state import capture_random, kept_random, restore_random, seed
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"task": "speech"}, "task must be one of lm, translation, vision, got 'speech'"),
+        ({"task": "speech"}, "task must be one of lm, translation, vision, recall, got 'speech'"),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16"),
         ({"device": "abacus"}, "device must be one of cpu, cuda"),
         ({"evaluate_by": "eye"}, "evaluate_by must be one of blocks, sliding, memory"),
@@ -33,6 +33,8 @@ from mercer.train.state import capture_random, kept_random, restore_random, seed
         ({"seed": -1}, "seed must be a whole number from 0 on"),
         ({"batch": 6, "accumulate": 4}, "batch must be a multiple of accumulate"),
         ({"resume": True}, "resume needs output, the folder of the run"),
+        ({"task": "recall", "data": "a.txt"}, "recall draws its data and takes no data"),
+        ({"task": "recall", "tokenizer": "bytes"}, "recall draws its data and takes no tokenizer"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(given, message):

@@ -22,6 +22,7 @@ from mercer.models.base import KernelModel
 from mercer.train import Settings, plan, run
 from mercer.train import trainer as trainers
 from mercer.train.distributed import Team
+from mercer.train.screen import metric_words
 from mercer.train.tasks import TASKS
 
 
@@ -325,6 +326,37 @@ def test_a_vision_transformer_learns_digits(small):
     assert result.status == "done"
     assert result.metrics["accuracy"] > 0.3
     assert result.history[-1]["accuracy"] == result.metrics["accuracy"]
+
+
+def test_recall_is_learned_and_reported_by_number_of_pairs(small):
+    given = {
+        **small, "task": "recall", "batch": 32, "length": 8, "steps": 80, "learning_rate": 1e-2,
+        "eval_every": 80, "eval_items": 64, "position": "LookupTable(2)",
+        "overrides": {"d_model": 32, "d_ff": 32},
+        "data_options": {"pairs": [1, 2], "held_out_pairs": [1, 2, 5], "vocabulary": 10},
+    }  # fmt: skip
+    result = run(Settings(**given))
+    shares = [result.metrics[f"accuracy_{pairs}"] for pairs in (1, 2, 5)]
+    assert result.metrics["accuracy"] == pytest.approx(sum(shares) / 3)
+    # A guess among the values is right one time in five.
+    assert shares[0] > 0.6
+    assert all(0 <= share <= 1 for share in shares)
+    assert "5 pairs" in metric_words(result.metrics)
+    text = str(plan(Settings(**given)))
+    assert "recall of 1, 2 pairs among 10 tokens: 4,096 sequences" in text
+
+
+def test_options_of_recall_are_checked():
+    for options, message in (
+        ({"pair": 4}, "the data has no option 'pair'; did you mean 'pairs'?"),
+        ({"pairs": [99]}, "length must be at least four times the pairs, 396"),
+        ({"seed": 1}, "the data has no option 'seed'"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+            plan(Settings(task="recall", data_options=options))
+    small = Settings(task="recall", overrides={"vocab_size": 50})
+    with pytest.raises(ValueError, match="vocab_size must be at least 64, the tokens of the data"):
+        plan(small)
 
 
 def test_a_plan_counts_without_weights(small):

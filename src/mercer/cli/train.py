@@ -1,4 +1,4 @@
-"""`mercer train lm|translation|vision`: the options, the progress line, and how a run ends."""
+"""`mercer train lm|translation|vision|recall`: options, progress line, exit codes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ if TYPE_CHECKING:
     from ..train import Result, Settings
 
 app = typer.Typer(
-    help="Train a language model, a translator or a vision transformer with any attention.",
+    help="Train a language model, a translator or a vision transformer with any attention, "
+    "or test its recall.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -86,6 +87,9 @@ UNFIT = {
     "lm": {"smoothing", "beams"},
     "translation": {"evaluate_by"},
     "vision": {"tokenizer", "length", "evaluate_by", "beams", "no_samples"},
+    "recall": {
+        "data", "tokenizer", "cache", "evaluate_by", "beams", "smoothing", "no_samples",
+    },
 }
 
 
@@ -204,6 +208,22 @@ app.command("vision")(
         On CIFAR-10 from the hub:
 
             mercer train vision --preset cifar --data cifar10 --kernel 'RBF(heads=3)' --time 1h
+        """,
+    )
+)
+app.command("recall")(
+    _make(
+        "recall",
+        """Train a small model to recall values by their keys, and print its accuracy.
+
+        The data are drawn; an attention that cannot find a key fails:
+
+            mercer train recall --kernel 'RBF()' --position 'LookupTable(4)' --steps 400
+
+        With more pairs, and a test on more than it was trained on:
+
+            mercer train recall --length 256 --data-option vocabulary=8192
+                --data-option pairs=4,8,16,32,64 --data-option held_out_pairs=4,16,64,128
         """,
     )
 )

@@ -1,7 +1,7 @@
-"""Data for models: text, pairs of sentences, images.
+"""Data for models: text, pairs of sentences, images, and drawn sequences.
 
 Each of `text`, `pairs` and `images` takes "embedded" (here without a download), a file or a folder,
-or a name on the Hugging Face hub.
+or a name on the Hugging Face hub. `recall` draws sequences for associative recall.
 """
 
 from .errors import DataError, need
@@ -11,6 +11,7 @@ need("numpy")
 
 from .images import ImageData, Images, images  # noqa: E402
 from .pairs import EncodedPairs, PairData, Pairs, pairs  # noqa: E402
+from .recall import RecallData, Recalls, recall  # noqa: E402
 from .sketch import sketch_pairs, sketch_text  # noqa: E402
 from .text import Blocks, TextData, TokenFile, Windows, text  # noqa: E402
 
@@ -22,11 +23,14 @@ __all__ = [
     "Images",
     "PairData",
     "Pairs",
+    "RecallData",
+    "Recalls",
     "TextData",
     "TokenFile",
     "Windows",
     "images",
     "pairs",
+    "recall",
     "sketch_pairs",
     "sketch_text",
     "text",

@@ -26,6 +26,7 @@ FILES = {
     "twikers-style": "twikers_style.py",
     "twikers-bias": "twikers.py",
     "twikers-bias-translation": "twikers.py",
+    "recall": "recall.py",
 }  # fmt: skip
 NAMES = tuple(FILES)
 # "full", "small" -> the study; the first is the default.

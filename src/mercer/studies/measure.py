@@ -27,9 +27,9 @@ class Trained:
         """The trained model as it was saved, on the GPU if there is one."""
         from .. import models
 
-        kinds = {
+        kinds: dict[str, Any] = {
             "lm": models.KernelLM, "translation": models.KernelTranslator,
-            "vision": models.KernelViT,
+            "vision": models.KernelViT, "recall": models.KernelLM,
         }  # fmt: skip
         model = kinds[self.settings["task"]].from_pretrained(self.folder / "model")
         return model.to(self.device).eval()

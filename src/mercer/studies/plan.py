@@ -78,7 +78,7 @@ def _cost(job: Job) -> Cost:
     else:
         if (vocabulary := _vocabulary(settings)) is not None:
             parts = {"vocab_size": vocabulary} | parts
-        lm = settings["task"] == "lm"
+        lm = settings["task"] in ("lm", "recall")
         config = (presets.lm if lm else presets.translator)(settings["preset"], **parts)
         tokens = settings["length"] if lm else min(settings["length"], SENTENCE)
     counted = count(config, tokens)
@@ -91,6 +91,11 @@ def _cost(job: Job) -> Cost:
 
 
 def _vocabulary(settings: Mapping[str, Any]) -> int | None:
+    if settings["task"] == "recall":
+        # The data has no tokenizer.
+        from ..data.recall import VOCABULARY
+
+        return int(settings["data_options"].get("vocabulary", VOCABULARY))
     said = settings["tokenizer"] or ""
     trained = re.fullmatch(r"bpe:(\d+)", said)
     return int(trained[1]) if trained else VOCABULARIES.get(said)

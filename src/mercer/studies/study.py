@@ -324,6 +324,7 @@ METRICS = {
     "lm": Metric("bits_per_byte", "bits per byte", True),
     "translation": Metric("bleu", "BLEU", False, 2, Metric("perplexity", "perplexity", True)),
     "vision": Metric("accuracy", "accuracy", False),
+    "recall": Metric("accuracy", "accuracy of recall", False),
 }
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: perplexity and bits per byte, BLEU, accuracy.
+"""Evaluation: perplexity and bits per byte, BLEU, accuracy, recall.
 
 Every number is a sum over the validation data. The processes share the work, and the result does
 not depend on their number.
@@ -157,6 +157,28 @@ def score_translations(
     texts = [found[n] for n in range(len(pairs))]
     score = metric.corpus_score(texts, [[target for _, target in pairs]])
     return {"bleu": score.score, "signature": str(metric.get_signature())}
+
+
+def score_recall(
+    model: Any, data: Any, *, limit: Callable[[int], int], **how: Any
+) -> dict[str, Any]:
+    """`accuracy_N`, the share of right values with N pairs, and the means over all N.
+
+    Each number of pairs counts the same, though more pairs have more queries.
+    """
+
+    def right(outputs: Any, inputs: dict[str, Any]) -> Tensor:
+        hits: Tensor = outputs.logits[:, :-1].argmax(-1).eq(inputs["labels"][:, 1:]).sum()
+        return hits
+
+    losses, shares = [], {}
+    for pairs in data.held_out_pairs:
+        items = data.held_out("valid", pairs)
+        loss, targets, hits = mean_loss(model, items, limit(len(items)), look=right, **how)
+        losses.append(loss / targets)
+        shares[f"accuracy_{pairs}"] = hits / targets
+    mean = sum(shares.values()) / len(shares)
+    return {"eval_loss": sum(losses) / len(losses), "accuracy": mean, **shares}
 
 
 @contextlib.contextmanager

@@ -88,6 +88,9 @@ def sample_words(sample: dict[str, str]) -> str:
 def metric_words(metrics: dict[str, Any]) -> str:
     shown = ("bits_per_byte", "perplexity", "bleu", "accuracy")
     found = [(name.replace("_", " "), metrics[name]) for name in shown if name in metrics]
+    # The recall of each number of pairs.
+    many = [name for name in metrics if name.startswith("accuracy_")]
+    found += [(f"{name.removeprefix('accuracy_')} pairs", metrics[name]) for name in many]
     return "  ".join(f"{name} {value:.4g}" for name, value in found)
 
 

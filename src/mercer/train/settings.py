@@ -18,7 +18,7 @@ from typing import Any
 from .. import own, parse, stored
 from ..kernels import Kernel
 
-TASKS = ("lm", "translation", "vision")
+TASKS = ("lm", "translation", "vision", "recall")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 MODES = ("blocks", "sliding", "memory")
@@ -54,6 +54,7 @@ RECIPES: dict[tuple[str, str], dict[str, Any]] = {
     ("translation", "iwslt"): {"batch": 128, "length": 256, "learning_rate": 5e-4},
     ("vision", "tiny"): {"batch": 64, "learning_rate": 3e-3},
     ("vision", "cifar"): {"batch": 128, "learning_rate": 1e-3},
+    ("recall", "tiny"): {"batch": 64, "length": 32, "learning_rate": 3e-3},
 }
 GENERAL = {"batch": 32, "length": 512, "learning_rate": 5e-4}
 
@@ -159,6 +160,8 @@ class Settings:
         if steps is None and self.time is None:
             steps = 300
         smoothing = 0.1 if self.task == "translation" else 0.0
+        if self.task == "recall":
+            self._check_drawn()
         filled: dict[str, Any] = {
             "steps": steps,
             "batch": _or(self.batch, recipe["batch"]),
@@ -180,6 +183,15 @@ class Settings:
         settings = replace(self, **filled)
         settings._check_numbers()
         return settings
+
+    def _check_drawn(self) -> None:
+        """The task recall draws its data, so it reads none."""
+        for name, empty in (("data", "embedded"), ("tokenizer", None)):
+            if (value := getattr(self, name)) != empty:
+                raise ValueError(
+                    f"the task recall draws its data and takes no {name}, got {value!r}; "
+                    "see data_options"
+                )
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

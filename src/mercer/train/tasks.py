@@ -1,4 +1,4 @@
-"""The three tasks: language modelling, translation, vision.
+"""The tasks: language modelling, translation, vision, associative recall.
 
 A task has the data, the model, the loss and the evaluation. The trainer is the same for all.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from .. import data, models
 from ..models import presets
@@ -112,14 +112,17 @@ class Task(ABC):
 
     def read(self, function: Callable[..., Any], **given: Any) -> Any:
         """The data, read by a function of `mercer.data`, with the options of the settings."""
-        settings = self.settings
-        given = {"cache_dir": settings.cache, **given}
+        options = self.options(function, cache_dir=self.settings.cache, **given)
+        return function(self.settings.data, **options)
+
+    def options(self, function: Callable[..., Any], **given: Any) -> dict[str, Any]:
+        """What is given, and the options of the settings, if the function takes them."""
         known = [n for n in inspect.signature(function).parameters if n not in given]
         known = [n for n in known if n not in ("source", "on_progress")]
-        for name in settings.data_options:
+        for name in self.settings.data_options:
             if name not in known:
                 raise ValueError(f"the data has no option {name!r}; {suggest(name, known)}")
-        return function(settings.data, **given, **settings.data_options)
+        return given | dict(self.settings.data_options)
 
     def parts(self) -> dict[str, Any]:
         """The config fields of the attention."""
@@ -403,8 +406,50 @@ class Vision(Task):
         return {"eval_loss": loss / targets, "accuracy": hits / targets}
 
 
+class Recall(LanguageModel):
+    """Give the value of a key that came earlier; the data are drawn by `data.recall`."""
+
+    noun = judged = "sequences"
+
+    def __init__(self, settings: Settings, *, sketch: bool = False) -> None:
+        Task.__init__(self, settings)
+        options = self.options(data.recall, length=settings.length, seed=settings.seed)
+        self.recall = data.recall(**options)
+        self.length, self.source = self.recall.longest, self.recall.source
+        self.train = self.recall.train
+        held_out = [self.recall.held_out("valid", n) for n in self.recall.held_out_pairs]
+        self.valid = ConcatDataset(held_out)
+
+    def vocabulary(self) -> dict[str, Any]:
+        check_least("vocab_size", self.settings, self.recall.vocabulary, "tokens of the data")
+        return {"vocab_size": self.recall.vocabulary}
+
+    @property
+    def step_items(self) -> int:
+        assert self.settings.batch is not None
+        return self.settings.batch
+
+    def sample(self, model: Any, team: Team) -> dict[str, str] | None:
+        return None
+
+    def evaluate(
+        self, model: Any, team: Team, *, final: bool, items: int | None = None
+    ) -> dict[str, Any]:
+        """The share of right values for each number of pairs, and the mean of these shares."""
+        settings = self.settings
+        assert settings.batch is not None
+        share = None if items is None else max(1, items // len(self.recall.held_out_pairs))
+        return evaluate.score_recall(
+            model, self.recall, limit=lambda number: self._limit(number, share),
+            collate=self.collate, team=team,
+            batch=max(1, settings.batch // (settings.accumulate * team.size)),
+            targets=self.count_targets, precision=self.precision,
+        )  # fmt: skip
+
+
 TASKS: dict[str, Callable[..., Task]] = {
     "lm": LanguageModel,
     "translation": Translation,
     "vision": Vision,
+    "recall": Recall,
 }
