@@ -31,6 +31,7 @@ ORDER = [
     ("parse",),
     ("models", "data"),
     ("train",),
+    ("use",),
     ("studies",),
     ("cli",),
     ("__main__",),

@@ -9,7 +9,7 @@ from .errors import DataError, need
 # the modules below cannot begin without it
 need("numpy")
 
-from .images import ImageData, Images, images  # noqa: E402
+from .images import ImageData, Images, Look, images  # noqa: E402
 from .pairs import EncodedPairs, PairData, Pairs, pairs  # noqa: E402
 from .text import Blocks, TextData, TokenFile, Windows, text  # noqa: E402
 
@@ -19,6 +19,7 @@ __all__ = [
     "EncodedPairs",
     "ImageData",
     "Images",
+    "Look",
     "PairData",
     "Pairs",
     "TextData",

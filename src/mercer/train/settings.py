@@ -21,11 +21,12 @@ TASKS = ("lm", "translation", "vision")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 MODES = ("blocks", "sliding", "memory")
+SPLITS = ("valid", "test")
 
 # May differ on resume: they change logging, storage and sharding, not the result.
 FREE = (
     "output", "resume", "log_every", "eval_every", "eval_sparingly", "save_every", "keep",
-    "tensorboard", "accumulate", "workers", "fsdp", "device", "cache",
+    "tensorboard", "accumulate", "workers", "fsdp", "device", "cache", "split",
 )  # fmt: skip
 
 WHOLE = (
@@ -107,6 +108,8 @@ class Settings:
     evaluate_by: str = "blocks"
     eval_items: int | None = None
     beams: int = 4
+    # What is scored at the end: validation data alone, or the data's test split, too.
+    split: str = "valid"
     # Where the files go; None: nowhere.
     output: str | None = None
     resume: bool = False
@@ -117,6 +120,7 @@ class Settings:
         self._check_choice("task", TASKS)
         self._check_choice("dtype", DTYPES)
         self._check_choice("evaluate_by", MODES)
+        self._check_choice("split", SPLITS)
         if self.device is not None:
             self._check_choice("device", DEVICES)
         recipe = GENERAL | RECIPES.get((self.task, self.preset), {})

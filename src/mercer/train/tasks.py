@@ -22,13 +22,18 @@ from ..models import presets
 from ..names import suggest
 from . import evaluate
 from .distributed import Team
+from .scores import Answers, one_line
 from .settings import Settings
 
 IGNORE = -100
 
 
 class Task(ABC):
-    """Data, model, loss and evaluation of a run."""
+    """Data, model, loss and evaluation of a run.
+
+    With `split`, this split of the data alone, to judge a model. `like` is then what the model was
+    trained with: its tokenizer, or how it sees images.
+    """
 
     # The unit of speed, the name of an item, and whether batches differ in shape.
     unit = "tokens"
@@ -37,9 +42,17 @@ class Task(ABC):
     train: Any
     tokenizer: Any = None
     source: str
+    # The model's answers in the last evaluation at the end of a run.
+    answers: Answers | None = None
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, split: str | None = None, like: Any = None) -> None:
         self.settings = settings
+        self.only = split
+
+    @property
+    def like(self) -> Any:
+        """What the model is trained with, besides the settings."""
+        return self.tokenizer
 
     @abstractmethod
     def config(self) -> Any:
@@ -93,7 +106,7 @@ class Task(ABC):
     def read(self, function: Callable[..., Any], **given: Any) -> Any:
         """The data, read by a function of `mercer.data`, with the options of the settings."""
         settings = self.settings
-        given = {"cache_dir": settings.cache, **given}
+        given = {"cache_dir": settings.cache, "split": self.only, **given}
         known = [n for n in inspect.signature(function).parameters if n not in given]
         known = [n for n in known if n not in ("source", "on_progress")]
         for name in settings.data_options:
@@ -134,14 +147,15 @@ def check_least(name: str, settings: Settings, least: int, what: str) -> None:
 class LanguageModel(Task):
     """Predict the next token."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.text = self.read(data.text, tokenizer=settings.tokenizer, seed=settings.seed)
+    def __init__(self, settings: Settings, *, split: str | None = None, like: Any = None) -> None:
+        super().__init__(settings, split=split)
+        tokenizer = settings.tokenizer if like is None else like
+        self.text = self.read(data.text, tokenizer=tokenizer, seed=settings.seed)
         assert settings.length is not None
         self.length = settings.length
         self.tokenizer = self.text.tokenizer
         self.source = self.text.source
-        self.train = self.text.blocks("train", self.length)
+        self.train = self.text.blocks("train", self.length) if split is None else ()
 
     def config(self) -> Any:
         parts = self.vocabulary() | self.parts()
@@ -203,12 +217,14 @@ class Translation(Task):
     noun = "pairs"
     ragged = True
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.pairs = self.read(data.pairs, tokenizer=settings.tokenizer)
+    def __init__(self, settings: Settings, *, split: str | None = None, like: Any = None) -> None:
+        super().__init__(settings, split=split)
+        tokenizer = settings.tokenizer if like is None else like
+        self.pairs = self.read(data.pairs, tokenizer=tokenizer)
         self.tokenizer = self.pairs.tokenizer
         self.source = self.pairs.source
-        self.train = self.pairs.encoded("train", max_length=settings.length)
+        most = settings.length if split is None else None
+        self.train = self.pairs.encoded("train", max_length=most)
         self.valid = self.pairs.encoded("valid")
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -238,17 +254,18 @@ class Translation(Task):
             "perplexity": evaluate.perplexity(loss / targets),
         }
         if final:
-            split = "valid" if self.pairs.test is None else "test"
-            pairs, items = self.pairs.split(split), self.pairs.encoded(split)
+            pairs, items = self.pairs.valid, self.valid
 
             def inputs(numbers: list[int]) -> dict[str, Any]:
                 batch = self.collate([items[n] for n in numbers])
                 return {name: x for name, x in batch.items() if name != "labels"}
 
-            found |= evaluate.score_translations(
+            scores, texts = evaluate.score_translations(
                 model, pairs[: self._limit(len(pairs))], inputs=inputs, decode=self._decode,
                 batch=batch, beams=settings.beams, team=team, precision=self.precision,
             )  # fmt: skip
+            found |= scores
+            self.answers = Answers(name="hypotheses.txt", lines=[one_line(text) for text in texts])
         return found
 
     def _decode(self, ids: Tensor) -> list[str]:
@@ -262,14 +279,18 @@ class Vision(Task):
     unit = "patches"
     noun = "images"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Settings, *, split: str | None = None, like: Any = None) -> None:
+        super().__init__(settings, split=split)
         size = settings.overrides.get("image_size")
         given = {} if size is None or "size" in settings.data_options else {"size": size}
-        self.images = self.read(data.images, **given)
+        self.images = self.read(data.images, look=like, **given)
         self.source = self.images.source
         self.train = self.images.train
         self.patches = 1
+
+    @property
+    def like(self) -> Any:
+        return self.images.look
 
     def sequence_length(self, config: Any) -> int:
         return int((config.image_size // config.patch_size) ** 2)
@@ -301,15 +322,33 @@ class Vision(Task):
             hits: Tensor = outputs.logits.argmax(-1).eq(inputs["labels"]).sum()
             return hits
 
+        chosen: dict[int, int] = {}
+
+        def note(numbers: list[int], outputs: Any) -> None:
+            chosen.update(zip(numbers, outputs.logits.argmax(-1).tolist(), strict=True))
+
         loss, targets, hits = evaluate.mean_loss(
             model, valid, self._limit(len(valid)), collate=self.collate, team=team, look=right,
             batch=max(1, settings.batch // (settings.accumulate * team.size)),
-            targets=self.count_targets, precision=self.precision,
+            targets=self.count_targets, precision=self.precision, note=note if final else None,
         )  # fmt: skip
+        if final:
+            self.answers = self._answer(evaluate.gather(chosen, team))
         return {"eval_loss": loss / targets, "accuracy": hits / targets}
 
+    def _answer(self, chosen: dict[int, int]) -> Answers:
+        """The class of each image beside the right one."""
+        names, valid = self.images.class_names, self.images.valid
+        paths = getattr(valid.pixels, "paths", None)
+        rows = [("image", "class", "predicted")]
+        for n in sorted(chosen):
+            image = str(n) if paths is None else str(paths[n])
+            rows.append((image, names[int(valid.labels[n])], names[chosen[n]]))
+        lines = ["\t".join(one_line(cell) for cell in row) for row in rows]
+        return Answers(name="predictions.tsv", lines=lines)
 
-TASKS: dict[str, Callable[[Settings], Task]] = {
+
+TASKS: dict[str, type[Task]] = {
     "lm": LanguageModel,
     "translation": Translation,
     "vision": Vision,
