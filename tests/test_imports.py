@@ -27,7 +27,7 @@ ORDER = [
     ("inspect",),
     ("testing",),
     ("__init__",),
-    ("bench",),
+    ("bench", "listing"),
     ("parse",),
     ("models", "data"),
     ("train",),

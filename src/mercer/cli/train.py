@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,7 @@ from .train_options import (
     Seed,
     Sets,
     Smoothing,
+    Split,
     Steps,
     System,
     Time,
@@ -125,6 +127,7 @@ def _make(task: str, text: str) -> Callable[..., None]:
         evaluate_by: EvaluateBy = None,
         eval_items: EvalItems = None,
         beams: Beams = None,
+        split: Split = None,
         output: Output = None,
         resume: Resume = False,
         tensorboard: Board = False,
@@ -324,10 +327,30 @@ def _report(console: Console, task: str, settings: Settings, result: Result) -> 
     pace = "" if speed is None else f", {speed:,.0f} tokens/s"
     console.print(f"done: {result.steps} steps in {duration(result.seconds)}{pace}")
     console.print(f"[bold]validation[/]  {metric_words(result.metrics)}")
+    tested = {n.removeprefix("test_"): x for n, x in result.metrics.items() if n[:5] == "test_"}
+    if tested:
+        console.print(f"[bold]test[/]        {metric_words(tested)}")
     if "signature" in result.metrics:
         console.print(f"sacrebleu   {escape(result.metrics['signature'])}", soft_wrap=True)
     if result.folder is not None:
-        console.print(f"the model is in {escape(result.folder)}/model", soft_wrap=True)
+        console.print(f"the model is in {escape(result.folder)}/model; to use it:")
+        for command in next_steps(task, settings, result):
+            console.print(f"  [bold]{escape(command)}[/]", soft_wrap=True)
+
+
+def next_steps(task: str, settings: Settings, result: Result) -> list[str]:
+    """The commands that use the model of a run."""
+    folder = shlex.quote(str(result.folder))
+    embedded = settings.data == "embedded"
+    first = {
+        "lm": f"mercer generate {folder} 'The'",
+        "translation": f"mercer translate {folder} "
+        + ("'Die Katze schläft.'" if embedded else "< FILE"),
+        "vision": f"mercer classify {folder} IMAGE.png",
+    }
+    untested = result.test_split and settings.split != "test"
+    other = "" if task == "vision" else " --data FILE"
+    return [first[task], f"mercer evaluate {folder}" + (" --split test" if untested else other)]
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -96,6 +96,10 @@ EvalItems = Annotated[
     _option(FILES, "Evaluate on at most this many tokens, pairs or images.", "--eval-items"),
 ]
 Beams = Annotated[int | None, _option(FILES, "Beams of the search for BLEU.")]
+Split = Annotated[
+    str | None,
+    _option(FILES, "`test`: score the data's test split at the end, too; `valid` by default."),
+]
 Output = Annotated[
     str | None,
     _option(FILES, "The folder of the run; by default a new one in runs/.", metavar="FOLDER"),

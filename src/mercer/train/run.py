@@ -56,6 +56,8 @@ class Result:
     # The signal that stopped it, or that came during the last evaluation; 0 for none.
     signal: int = 0
     environment: dict[str, Any] = field(default_factory=dict, repr=False)
+    # Whether the data has a test split.
+    test_split: bool = False
 
     @property
     def converged(self) -> bool:
@@ -145,6 +147,7 @@ def _run(
             folder=settings.output,
             signal=trainer.stopped_by or signal(),
             environment=about,
+            test_split=task.has_test,
         )
         if status != "stopped":
             values = asdict(result) | {"signal": 0}

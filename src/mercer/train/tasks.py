@@ -58,6 +58,11 @@ class Task(ABC):
     def config(self) -> Any:
         """The model's config."""
 
+    @property
+    def has_test(self) -> bool:
+        """Whether the data has a test split besides the one for validation."""
+        return False
+
     def sequence_length(self, config: Any) -> int:
         """Tokens of one item, at most."""
         assert self.settings.length is not None
@@ -157,6 +162,10 @@ class LanguageModel(Task):
         self.source = self.text.source
         self.train = self.text.blocks("train", self.length) if split is None else ()
 
+    @property
+    def has_test(self) -> bool:
+        return self.text.test is not None
+
     def config(self) -> Any:
         parts = self.vocabulary() | self.parts()
         config = presets.lm(self.settings.preset, **parts)
@@ -233,6 +242,10 @@ class Translation(Task):
     def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
         """Tokens of both sides, without padding."""
         return inputs["attention_mask"].sum() + self.count_targets(inputs)
+
+    @property
+    def has_test(self) -> bool:
+        return self.pairs.test is not None
 
     def config(self) -> Any:
         return presets.translator(self.settings.preset, **(self.vocabulary() | self.parts()))

@@ -1,7 +1,7 @@
 """Use trained models: `load` one, then generate, translate, classify or evaluate."""
 
 from .classify import Guess, classify
-from .evaluate import Judged, evaluate
+from .evaluate import Judged, evaluate, words
 from .generate import generate
 from .load import Trained, load
 from .translate import translate
@@ -15,4 +15,5 @@ __all__ = [
     "generate",
     "load",
     "translate",
+    "words",
 ]

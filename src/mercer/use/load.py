@@ -125,10 +125,10 @@ def find(path: Path, say: Callable[[str], None]) -> tuple[Path, Path | None]:
         # runs/NAME/model, or runs/NAME/checkpoints/step-00000100
         runs = [folder for folder in (above, above.parent) if _is_run(folder)]
         return path, runs[0] if runs else None
-    runs = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
-    if runs:
-        shown = ", ".join(runs[:5]) + (", …" if len(runs) > 5 else "")
-        raise ValueError(f"{path} holds several runs ({shown}): give one, as in {path / runs[0]}")
+    inside = sorted(folder.name for folder in path.iterdir() if _is_run(folder))
+    if inside:
+        shown = ", ".join(inside[:5]) + (", …" if len(inside) > 5 else "")
+        raise ValueError(f"{path} is a folder of runs ({shown}): give one, as {path / inside[0]}")
     raise ValueError(
         f"{path} holds neither a run nor a saved model: there is no config.json, which a run has "
         "after its first step"
