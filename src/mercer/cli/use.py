@@ -218,7 +218,7 @@ def run_evaluate(
             _write(f"{name:<{wide}}  {text}\n")
 
 
-COMMANDS = {
+COMMANDS: dict[str, Any] = {
     "generate": run_generate,
     "translate": run_translate,
     "classify": run_classify,

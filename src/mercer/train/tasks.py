@@ -198,7 +198,9 @@ class LanguageModel(Task):
             # Windows that share one token: each token is predicted once, within its window.
             stride = self.length - 1 if settings.evaluate_by == "blocks" else self.length // 2
             windows = self.text.windows("valid", self.length, stride)
-            number = min(len(windows), 1 + max(0, tokens - self.length) // stride)
+            number = len(windows)
+            if tokens < len(file):
+                number = min(number, 1 + max(0, tokens - self.length) // stride)
             if number < len(windows):
                 tokens = (number - 1) * stride + min(self.length, len(file))
             loss, targets, _ = evaluate.mean_loss(
