@@ -20,8 +20,14 @@ from mercer.train import Settings, run
 from mercer.use.generate import _make_draw
 
 SMALL = {
-    "batch": 8, "length": 32, "steps": 6, "eval_every": 6, "eval_items": 6, "device": "cpu", "beams": 2
-}  # fmt: skip
+    "batch": 8,
+    "length": 32,
+    "steps": 6,
+    "eval_every": 6,
+    "eval_items": 6,
+    "device": "cpu",
+    "beams": 2,
+}
 
 
 def write_data(folder):
