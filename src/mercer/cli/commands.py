@@ -1,4 +1,4 @@
-"""The commands `mercer systems`, `explain` and `bench`."""
+"""The command `mercer`: its parts, and the commands `explain` and `bench`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from .. import __version__, bench, own, parse, systems
 from ..bench import DTYPES
@@ -20,7 +19,9 @@ from ..filters import Full
 from ..kernels import Kernel
 from ..nn import KernelAttention
 from ..term.features import Features
+from . import lists
 from . import train as train_commands
+from . import use as use_commands
 from .study import run_study
 
 app = typer.Typer(
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    add_completion=False,
+    add_completion=True,
 )
 
 
@@ -48,34 +49,8 @@ def options(
     pass
 
 
-@app.command("systems")
-def show_systems(
-    plain: Annotated[bool, typer.Option("--plain", help="One line a system, for a pipe.")] = False,
-) -> None:
-    """Print the table of systems: feature space, kernel, value function, set filter.
-
-    *Symmetric* and *valid* (positive semi-definite) are about the kernel with its projections:
-    separate projections of queries and keys make both no. *Lowers to* says what a backend has to
-    compute: most kernels are one dot product.
-    """
-    rows = systems.table()
-    if plain:
-        typer.echo(str(rows))
-        return
-    console = Console()
-    if console.width < 120:
-        # Too narrow for eight columns: one block a system.
-        for row in rows:
-            console.print(f"[bold]{escape(row.pop('system'))}[/]")
-            for column, cell in row.items():
-                console.print(f"  {column:<14}{escape(cell)}", highlight=False)
-        return
-    table = Table(caption="lowers to: for 8 heads of 64 features", caption_justify="left")
-    for column in rows.columns:
-        table.add_column(column, no_wrap=column in ("system", "symmetric", "valid"))
-    for row in rows.rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
+for name, command in lists.COMMANDS.items():
+    app.command(name)(command)
 
 
 @app.command("explain")
@@ -227,6 +202,8 @@ def run_bench(
 
 app.add_typer(train_commands.app, name="train")
 app.command("study")(run_study)
+for name, command in use_commands.COMMANDS.items():
+    app.command(name)(command)
 
 
 def _explain_kernel(

@@ -18,7 +18,7 @@ def main() -> None:
             if error.name not in ("typer", "rich", "click"):
                 raise
             sys.exit(f"the command needs {error.name}: pip install 'mercer[cli]'")
-        app()
+        app(prog_name="mercer")
     except SystemExit as error:
         # typer ends in silence after Ctrl-C.
         if isinstance(getattr(error.__context__, "__cause__", None), KeyboardInterrupt):

@@ -52,6 +52,7 @@ from .train_options import (
     Seed,
     Sets,
     Smoothing,
+    Split,
     Steps,
     System,
     Threads,
@@ -88,7 +89,13 @@ UNFIT = {
     "translation": {"evaluate_by"},
     "vision": {"tokenizer", "length", "evaluate_by", "beams", "no_samples"},
     "recall": {
-        "data", "tokenizer", "cache", "evaluate_by", "beams", "smoothing", "no_samples",
+        "data",
+        "tokenizer",
+        "cache",
+        "evaluate_by",
+        "beams",
+        "smoothing",
+        "no_samples",
     },
 }
 
@@ -138,6 +145,7 @@ def _make(task: str, text: str) -> Callable[..., None]:
         eval_items: EvalItems = None,
         no_samples: NoSamples = False,
         beams: Beams = None,
+        split: Split = None,
         output: Output = None,
         resume: Resume = False,
         tensorboard: Board = False,
@@ -368,10 +376,15 @@ def _report(console: Console, task: str, settings: Settings, result: Result) -> 
     pace = "" if speed is None else f", {speed:,.0f} tokens/s"
     console.print(f"done: {result.steps} steps in {duration(result.seconds)}{pace}")
     console.print(f"[bold]validation[/]  {metric_words(result.metrics)}")
+    tested = {n.removeprefix("test_"): x for n, x in result.metrics.items() if n[:5] == "test_"}
+    if tested:
+        console.print(f"[bold]test[/]        {metric_words(tested)}")
     if "signature" in result.metrics:
         console.print(f"sacrebleu   {escape(result.metrics['signature'])}", soft_wrap=True)
     if result.folder is not None:
-        console.print(f"the model is in {escape(result.folder)}/model", soft_wrap=True)
+        console.print(f"the model is in {escape(result.folder)}/model; to use it:")
+        for command in next_steps(task, settings, result):
+            console.print(f"  [bold]{escape(command)}[/]", soft_wrap=True)
     if not result.converged:
         loss, plain = (f"{result.metrics[name]:.3f}" for name in ("eval_loss", "unigram_loss"))
         why = f"a loss of {loss}, no better than that of token frequencies, {plain}"
@@ -381,6 +394,23 @@ def _report(console: Console, task: str, settings: Settings, result: Result) -> 
 def _lost(console: Console, result: Result, why: str) -> NoReturn:
     console.print(f"[red]{result.status}[/]: {why}", soft_wrap=True)
     raise typer.Exit(NOT_CONVERGED)
+
+
+def next_steps(task: str, settings: Settings, result: Result) -> list[str]:
+    """The commands that use the model of a run."""
+    folder = shlex.quote(str(result.folder))
+    embedded = settings.data == "embedded"
+    first = {
+        "lm": f"mercer generate {folder} 'The'",
+        "translation": f"mercer translate {folder} "
+        + ("'Die Katze schläft.'" if embedded else "< FILE"),
+        "vision": f"mercer classify {folder} IMAGE.png",
+    }
+    if task == "recall":
+        return [f"mercer evaluate {folder} --split test"]
+    untested = result.test_split and settings.split != "test"
+    other = "" if task == "vision" else " --data FILE"
+    return [first[task], f"mercer evaluate {folder}" + (" --split test" if untested else other)]
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

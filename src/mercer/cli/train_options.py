@@ -134,6 +134,10 @@ NoSamples = Annotated[
     bool, _option(FILES, "Write no sample of the model with evaluations.", "--no-samples")
 ]
 Beams = Annotated[int | None, _option(FILES, "Beams of the search for BLEU.")]
+Split = Annotated[
+    str | None,
+    _option(FILES, "`test`: score the data's test split at the end, too; `valid` by default."),
+]
 Output = Annotated[
     str | None,
     _option(FILES, "The folder of the run; by default a new one in runs/.", metavar="FOLDER"),

@@ -9,7 +9,7 @@ from .errors import DataError, need
 # the modules below cannot begin without it
 need("numpy")
 
-from .images import ImageData, Images, images  # noqa: E402
+from .images import ImageData, Images, Look, images  # noqa: E402
 from .pairs import EncodedPairs, PairData, Pairs, pairs  # noqa: E402
 from .recall import RecallData, Recalls, recall  # noqa: E402
 from .sketch import sketch_pairs, sketch_text  # noqa: E402
@@ -21,6 +21,7 @@ __all__ = [
     "EncodedPairs",
     "ImageData",
     "Images",
+    "Look",
     "PairData",
     "Pairs",
     "RecallData",

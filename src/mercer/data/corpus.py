@@ -63,6 +63,12 @@ def read_text(found: Found, column: str | None = None) -> Corpus:
     return Corpus(source=str(found.where), splits=splits)
 
 
+def read_whole(found: Found, column: str | None = None) -> Corpus:
+    """All files as one split, `train`, undivided."""
+    paths = [path for part in found.files.values() for path in part]
+    return Corpus(source=str(found.where), splits={"train": _open(paths, column)})
+
+
 def hold_out(documents: Documents, where: str) -> tuple[Documents, Documents]:
     """A split without its end, and the end."""
 

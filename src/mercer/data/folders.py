@@ -19,7 +19,7 @@ from . import cache
 from .errors import DataError, need
 from .files import Chosen, Source, explain, hash_files, is_archive, read_members
 from .hub import Table
-from .layout import WORDS
+from .layout import WHOLE, WORDS, pick
 from .pictures import ENDINGS, Fit
 
 Array = np.ndarray[Any, Any]
@@ -129,10 +129,16 @@ def check_shape(pixels: Array, shape: tuple[int, ...], where: str) -> Array:
     return pixels
 
 
-def read(path: Source, fit: Fit, folder: Path, on_progress: Progress | None) -> Labelled:
-    """Class folders at `path`, in a folder or an archive."""
+def read(
+    path: Source,
+    fit: Fit,
+    folder: Path,
+    on_progress: Progress | None,
+    split: str | None = None,
+) -> Labelled:
+    """Class folders at `path`, in a folder or an archive; `split` as for `images`."""
     if isinstance(path, Chosen):
-        return _read_archive(path, fit, folder, on_progress)
+        return _read_archive(path, fit, folder, on_progress, split)
     if path.is_dir() and (path / "vision").is_dir():
         path = path / "vision"
     if path.is_dir():
@@ -141,11 +147,11 @@ def read(path: Source, fit: Fit, folder: Path, on_progress: Progress | None) -> 
             names = ", ".join(file.name for file in archives)
             raise DataError(f"{path} holds several archives ({names}): give one of them")
         if not archives:
-            return _read_folder(path, fit)
+            return _read_folder(path, fit, split)
         path = archives[0]
     if not is_archive(path):
         raise DataError(f"{path} must be a folder or an archive of class folders, but is a file")
-    return _read_archive(path, fit, folder, on_progress)
+    return _read_archive(path, fit, folder, on_progress, split)
 
 
 def find_class(name: str) -> tuple[str, str] | None:
@@ -161,7 +167,9 @@ def find_class(name: str) -> tuple[str, str] | None:
     return found[0] if found else "all", parents[-1]
 
 
-def _read_archive(path: Source, fit: Fit, folder: Path, on_progress: Progress | None) -> Labelled:
+def _read_archive(
+    path: Source, fit: Fit, folder: Path, on_progress: Progress | None, split: str | None
+) -> Labelled:
     key = cache.digest("images", hash_files([path]), fit)
 
     def write(writer: cache.Writer) -> None:
@@ -173,7 +181,7 @@ def _read_archive(path: Source, fit: Fit, folder: Path, on_progress: Progress | 
                 raise DataError(f"{member.where}: packed inside an archive; unpack it first")
             if (found := find_class(member.name)) is None:
                 continue
-            split, name = found
+            part, name = found
             if name in (".", ".."):
                 raise DataError(f"{member.where} has no class: its folder is {name!r}")
             pixels = fit.decode(member.stream, member.where)
@@ -182,7 +190,7 @@ def _read_archive(path: Source, fit: Fit, folder: Path, on_progress: Progress | 
             number = classes.setdefault(name, len(classes))
             if number >= MOST_CLASSES:
                 raise DataError(f"{path} holds more than {MOST_CLASSES} classes")
-            tail = [SPLITS.index(split), number % 256, number // 256]
+            tail = [SPLITS.index(part), number % 256, number // 256]
             rows.append(np.concatenate([pixels.reshape(-1), np.array(tail, np.uint8)]))
             if len(rows) == BATCH:
                 writer.append(np.stack(rows))
@@ -202,7 +210,7 @@ def _read_archive(path: Source, fit: Fit, folder: Path, on_progress: Progress | 
     order = np.argsort(np.argsort(classes, kind="stable"), kind="stable")
     labels = order[tails[:, 1] + 256 * tails[:, 2]]
     splits = [SPLITS[n] for n in tails[:, 0]]
-    train, valid = _divide(splits, labels, sorted(classes), str(path))
+    train, valid = _divide(splits, labels, sorted(classes), str(path), split)
     return Labelled(
         train=Packed(stored, train),
         train_labels=labels[train],
@@ -214,7 +222,7 @@ def _read_archive(path: Source, fit: Fit, folder: Path, on_progress: Progress | 
     )
 
 
-def _read_folder(folder: Path, fit: Fit) -> Labelled:
+def _read_folder(folder: Path, fit: Fit, split: str | None) -> Labelled:
     paths, splits, names = [], [], []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         found = find_class(path.relative_to(folder).as_posix())
@@ -226,7 +234,7 @@ def _read_folder(folder: Path, fit: Fit) -> Labelled:
         raise DataError(f"{folder} holds no images in class folders")
     classes = sorted(set(names))
     labels = np.array([classes.index(name) for name in names], dtype=np.int64)
-    train, valid = _divide(splits, labels, classes, str(folder))
+    train, valid = _divide(splits, labels, classes, str(folder), split)
     with paths[train[0]].open("rb") as stream:
         shape = fit.decode(stream, str(paths[train[0]])).shape
     return Labelled(
@@ -240,10 +248,18 @@ def _read_folder(folder: Path, fit: Fit) -> Labelled:
     )
 
 
-def read_hub(tables: dict[str, Table], columns: tuple[str, ...], fit: Fit, source: str) -> Labelled:
+def read_hub(
+    tables: dict[str, Table],
+    columns: tuple[str, ...],
+    fit: Fit,
+    source: str,
+    split: str | None = None,
+) -> Labelled:
     """A dataset with a column of images and one of labels; `test` stands in for `valid`."""
     image, label = columns
-    parts = [tables["train"], tables["valid"] if "valid" in tables else tables["test"]]
+    held_out = "valid" if "valid" in tables else "test"
+    other = held_out if split in (None, "valid") else str(split)
+    parts = [tables["train"], pick(tables, other, source)]
     for part in parts:
         part.check(columns)
     values = [part.read_column(label) for part in parts]
@@ -269,6 +285,8 @@ def read_hub(tables: dict[str, Table], columns: tuple[str, ...], fit: Fit, sourc
     shape = Rows(parts[0], image, fit)[0].shape
     train, valid = (Rows(part, image, fit, shape) for part in parts)
     train_labels, valid_labels = (np.array([place[v] for v in found]) for found in values)
+    if split is not None:
+        train, train_labels = valid, valid_labels
     return Labelled(
         train=train,
         train_labels=train_labels,
@@ -281,11 +299,22 @@ def read_hub(tables: dict[str, Table], columns: tuple[str, ...], fit: Fit, sourc
 
 
 def _divide(
-    splits: Sequence[str], labels: Array, classes: Sequence[str], where: str
+    splits: Sequence[str],
+    labels: Array,
+    classes: Sequence[str],
+    where: str,
+    wanted: str | None,
 ) -> tuple[Array, Array]:
-    """Indices of the images for training and for validation."""
+    """Indices of the images for training and for validation; of one split alone, twice."""
     named = np.array(splits)
     has = [split for split in SPLITS if np.any(named == split)]
+    if wanted == WHOLE:
+        return np.arange(len(labels)), np.arange(len(labels))
+    if wanted in has:
+        places = np.flatnonzero(named == wanted)
+        return places, places
+    if wanted == "test":
+        raise DataError(f"{where} has no test images")
     if has == ["all"]:
         rank = np.zeros(len(labels), dtype=np.int64)
         for number in range(len(classes)):
@@ -300,4 +329,6 @@ def _divide(
         raise DataError(f"{where} must have images for training and validation, but has {has}")
     if new := sorted(set(labels[valid].tolist()) - set(labels[train].tolist())):
         raise DataError(f"{where}: the class {classes[new[0]]!r} has no image for training")
+    if wanted is not None:
+        return (valid, valid) if wanted == "valid" else (train, train)
     return train, valid

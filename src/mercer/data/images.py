@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ..names import suggest
 from . import cache, folders, hub
 from .embedded import read_digits
 from .errors import LARGEST_SEED, DataError, check_columns, check_unnamed, check_whole, shorten
 from .files import explain
+from .layout import WHOLE, check_divided, check_split, pick
 from .members import choose_members, is_chosen
 from .pictures import ENDINGS, Fit
 
@@ -39,6 +41,17 @@ class Pixels(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Look:
+    """How a model sees images: squares of a size and channels, normalised, in named classes."""
+
+    image_size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImageData:
     """Images of one size in two splits, and how their pixels were normalised."""
 
@@ -51,6 +64,16 @@ class ImageData:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     source: str
+
+    @property
+    def look(self) -> Look:
+        return Look(
+            image_size=self.image_size,
+            channels=self.channels,
+            mean=self.mean,
+            std=self.std,
+            class_names=self.class_names,
+        )
 
 
 class Images(Dataset[dict[str, Any]]):
@@ -119,6 +142,8 @@ def images(
     columns: tuple[str, str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    split: str | None = None,
+    look: Look | None = None,
     on_progress: folders.Progress | None = None,
 ) -> ImageData:
     """Images with classes.
@@ -133,6 +158,8 @@ def images(
         columns: of a dataset on the hub, the image's and the label's.
         cache_dir: where decoded archives are kept; the platform's folder for caches by default.
         seed: of the random crops and flips.
+        split: read this split alone, which then stands for both; "all" is the files undivided.
+        look: that of a trained model: its normalisation and its classes.
         on_progress: called with the name of a task and its progress from 0 to 1.
     """
     if not isinstance(augment, list | tuple) or not all(one in AUGMENTS for one in augment):
@@ -143,11 +170,15 @@ def images(
         check_whole("size", size, 1, LARGEST)
     check_whole("seed", seed, 0, LARGEST_SEED)
     check_columns(columns)
+    check_split(split)
     fit = Fit(size=size, channels=channels)
-    found = _find_images(source, fit, columns, cache.choose_folder(cache_dir), on_progress)
+    found = _find_images(source, fit, columns, cache.choose_folder(cache_dir), on_progress, split)
     first = found.train[0]
     image_size, num_channels = first.shape[0], first.shape[2]
-    if found.measured:
+    if look is not None:
+        found = _rename(found, look)
+        mean, std = look.mean, look.std
+    elif found.measured:
         mean, std = measure(found.train)
     elif num_channels == 3:
         mean, std = USUAL
@@ -181,21 +212,46 @@ def measure(pixels: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple((mean / 255).tolist()), tuple((std / 255).tolist())
 
 
+def _rename(found: folders.Labelled, look: Look) -> folders.Labelled:
+    """The labels as numbers of the model's classes."""
+    place = {name: n for n, name in enumerate(look.class_names)}
+    used = {int(n) for labels in (found.train_labels, found.valid_labels) for n in labels}
+    for n in sorted(used):
+        if (name := found.class_names[n]) not in place:
+            raise DataError(
+                f"{found.source}: the class {shorten(name)} is none of the model's; "
+                f"{suggest(name, look.class_names)}"
+            )
+    table = np.array([place.get(name, -1) for name in found.class_names])
+    return replace(
+        found,
+        train_labels=table[found.train_labels],
+        valid_labels=table[found.valid_labels],
+        class_names=look.class_names,
+    )
+
+
 def _find_images(
     source: str | os.PathLike[str],
     fit: Fit,
     columns: tuple[str, str] | None,
     folder: Path,
     on_progress: folders.Progress | None,
+    split: str | None,
 ) -> folders.Labelled:
     if source == "embedded":
         check_unnamed(columns, "embedded")
+        check_divided(split == WHOLE, "embedded")
         pixels, labels, cut = read_digits()
+        parts = {"train": slice(0, cut), "valid": slice(cut, len(labels))}
+        if split is not None:
+            one = pick(parts, split, "embedded")
+            parts = {"train": one, "valid": one}
         found = folders.Labelled(
-            train=pixels[:cut],
-            train_labels=labels[:cut],
-            valid=pixels[cut:],
-            valid_labels=labels[cut:],
+            train=pixels[parts["train"]],
+            train_labels=labels[parts["train"]],
+            valid=pixels[parts["valid"]],
+            valid_labels=labels[parts["valid"]],
             class_names=[str(n) for n in range(10)],
             source="embedded: scikit-learn's digits, 8x8",
             measured=True,
@@ -213,10 +269,10 @@ def _find_images(
     if exists or is_chosen(source):
         check_unnamed(columns, str(source))
         files = path if exists else choose_members(source, ENDINGS)
-        return folders.read(files, fit, folder, on_progress)
+        return folders.read(files, fit, folder, on_progress, split)
     name = hub.find_name(hub.check_source(source), hub.IMAGES, columns)
     chosen = columns or name.columns or ("image", "label")
+    check_divided(split == WHOLE, str(source))
     tables = hub.load(name)
-    return folders.read_hub(
-        tables if "test" in tables else hub.hold_out(tables), chosen, fit, str(source)
-    )
+    tables = tables if "test" in tables else hub.hold_out(tables)
+    return folders.read_hub(tables, chosen, fit, str(source), split)

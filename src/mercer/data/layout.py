@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from .errors import DataError
 from .files import PACKED, Chosen, Source, explain, is_archive, strip_packing
@@ -28,12 +29,36 @@ WORDS = {
 }
 
 
+# The name of all files together, undivided.
+WHOLE = "all"
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Found:
     """The files of each split; all are under `all` if the names have no split."""
 
     where: Path | str
     files: dict[str, Sequence[Source]] = field(default_factory=dict)
+
+
+def check_split(split: str | None) -> None:
+    """Raise ValueError for what is not the name of a split; None is right, too."""
+    if split is not None and split not in (*WORDS, WHOLE):
+        raise ValueError(f"split must be one of {', '.join((*WORDS, WHOLE))}, got {split!r}")
+
+
+def check_divided(whole: bool, where: str) -> None:
+    """Raise ValueError where data that comes in splits is asked for undivided."""
+    if whole:
+        raise ValueError(f"{where} comes in splits: the split {WHOLE} is for files")
+
+
+def pick(splits: Mapping[str, T], name: str, where: str) -> T:
+    """One of the splits, or DataError with those that there are."""
+    if name not in splits:
+        raise DataError(f"{where} has no {name} split; it has {', '.join(splits)}")
+    return splits[name]
 
 
 def read_split(name: str) -> tuple[str, str | None]:

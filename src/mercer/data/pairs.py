@@ -19,7 +19,7 @@ from . import cache, encode, hub, tokens
 from .errors import LARGEST_SEED, DataError, check_columns, check_unnamed, check_whole, shorten
 from .files import Source
 from .grammar import draw_pairs
-from .layout import find_files
+from .layout import WHOLE, check_divided, check_split, find_files, pick
 from .tables import ENDINGS, read_rows
 
 SUFFIXES = (*ENDINGS, hub.TABLE)
@@ -155,6 +155,7 @@ def pairs(
     columns: tuple[str, str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    split: str | None = None,
 ) -> PairData:
     """A parallel corpus.
 
@@ -167,15 +168,17 @@ def pairs(
         columns: the two columns of a table or of a dataset on the hub; `a.b` is key b of column a.
         cache_dir: where tokens are kept; the platform's folder for caches by default.
         seed: which sentences the embedded grammar draws.
+        split: read this split alone, which then stands for all; "all" is the files undivided.
     """
+    check_split(split)
     check_columns(columns)
     check_whole("seed", seed, 0, LARGEST_SEED)
     if not isinstance(reverse, bool):
         raise ValueError(f"reverse must be True or False, got {shorten(reverse)}")
     folder = cache.choose_folder(cache_dir)
-    splits, name = _find_pairs(source, columns, folder, seed)
+    splits, name = _find_pairs(source, columns, folder, seed, whole=split == WHOLE)
     if reverse:
-        splits = {split: found.swap() for split, found in splits.items()}
+        splits = {part: found.swap() for part, found in splits.items()}
         name += ", reversed"
     train = splits["train"]
     spec = ("bpe:1024" if source == "embedded" else "bpe:10000") if tokenizer is None else tokenizer
@@ -192,26 +195,40 @@ def pairs(
     if chosen.pad_token_id is None:
         chosen.pad_token = chosen.eos_token
     chosen = tokens.close(chosen)
+    if split is not None:
+        one = pick(splits, "train" if split == WHOLE else split, name)
+        splits = {"train": one, "valid": one}
     return PairData(**splits, tokenizer=chosen, source=name, cache_dir=folder)
 
 
 def _find_pairs(
-    source: str | os.PathLike[str], columns: tuple[str, str] | None, folder: Path, seed: int
+    source: str | os.PathLike[str],
+    columns: tuple[str, str] | None,
+    folder: Path,
+    seed: int,
+    *,
+    whole: bool,
 ) -> tuple[dict[str, Pairs], str]:
-    """The splits of a source, and its name."""
+    """The splits of a source, and its name; `whole`: all files as the train split."""
     if source == "embedded":
+        check_divided(whole, "embedded")
         check_unnamed(columns, "embedded")
         drawn = draw_pairs(EMBEDDED, seed)
         name = f"embedded: synthetic German-English sentences of a small grammar, seed {seed}"
         return {split: Pairs(found) for split, found in drawn.items()}, name
     found = find_files(source, "translation", SUFFIXES)
     if found is None:
+        check_divided(whole, str(source))
         meant = hub.find_name(hub.check_source(source), hub.PAIRS, columns)
         tables = hub.load(meant)
         return _hold_out(_read_tables(tables, columns or meant.columns), str(source)), str(source)
     if hub.is_table(found):
+        check_divided(whole, str(source))
         tables = hub.load_files(found, folder)
         return _hold_out(_read_tables(tables, columns or ()), str(source)), str(source)
+    if whole:
+        paths = [path for part in found.files.values() for path in part]
+        return {"train": _read_files(paths, columns or ())}, str(found.where)
     splits = {split: _read_files(paths, columns or ()) for split, paths in found.files.items()}
     return _hold_out(splits, str(found.where)), str(found.where)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from . import cache, encode, hub, tokens
-from .corpus import TEXT, Corpus, Documents, read_text
+from .corpus import TEXT, Corpus, Documents, read_text, read_whole
 from .embedded import read_documentation
 from .errors import LARGEST_SEED, check_whole, shorten
-from .layout import find_files
+from .layout import WHOLE, check_divided, check_split, find_files, pick
 
 Progress = Callable[[str, float], None]
 Item = dict[str, Tensor]
@@ -144,6 +144,7 @@ def text(
     column: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    split: str | None = None,
     on_progress: Progress | None = None,
 ) -> TextData:
     """A corpus as token files.
@@ -155,13 +156,15 @@ def text(
         column: the column of a table or of a dataset on the hub; "text" by default.
         cache_dir: where tokens are kept; the platform's folder for caches by default.
         seed: the order of `batches`; the splits do not depend on it.
+        split: read this split alone, which then stands for all; "all" is the files undivided.
         on_progress: called with the name of a task and its progress from 0 to 1.
     """
+    check_split(split)
     if column is not None and not isinstance(column, str):
         raise ValueError(f"column must be a name, got {shorten(column)}")
     check_whole("seed", seed, 0, LARGEST_SEED)
     folder = cache.choose_folder(cache_dir)
-    corpus = _find_corpus(source, column, folder)
+    corpus = _find_corpus(source, column, folder, whole=split == WHOLE)
     train = corpus.splits["train"]
     spec = ("bpe:1024" if source == "embedded" else "bpe:8192") if tokenizer is None else tokenizer
     chosen = tokens.choose(
@@ -172,6 +175,11 @@ def text(
         source=source,
     )
     identity = encode.identify(chosen)
+    if split is not None:
+        name = "train" if split == WHOLE else split
+        documents = pick(corpus.splits, name, corpus.source)
+        file = _encode(split, documents, chosen, identity, folder, on_progress)
+        return TextData(train=file, valid=file, tokenizer=chosen, source=corpus.source, seed=seed)
     files = {
         name: _encode(name, documents, chosen, identity, folder, on_progress)
         for name, documents in corpus.splits.items()
@@ -179,18 +187,23 @@ def text(
     return TextData(**files, tokenizer=chosen, source=corpus.source, seed=seed)
 
 
-def _find_corpus(source: str | os.PathLike[str], column: str | None, folder: Path) -> Corpus:
+def _find_corpus(
+    source: str | os.PathLike[str], column: str | None, folder: Path, *, whole: bool
+) -> Corpus:
     if source == "embedded":
+        check_divided(whole, "embedded")
         return read_documentation()
     found = find_files(source, "lm", (*TEXT, ".csv", ".jsonl", hub.TABLE))
     if found is None:
+        check_divided(whole, str(source))
         name = hub.find_name(hub.check_source(source), hub.TEXT, None)
         chosen = column or "".join(name.columns) or "text"
         return hub.make_corpus(hub.load(name), chosen, str(source), name.lines)
     if hub.is_table(found):
+        check_divided(whole, str(source))
         tables = hub.load_files(found, folder)
         return hub.make_corpus(tables, column or "text", str(found.where), False)
-    return read_text(found, column)
+    return read_whole(found, column) if whole else read_text(found, column)
 
 
 def _encode(

@@ -97,6 +97,7 @@ class KernelConfig(PreTrainedConfig):
 
     def validate_output_attentions(self) -> None:
         """All values are allowed."""
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers; `trust_kernels` counts only as an argument."""

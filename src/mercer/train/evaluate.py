@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from .distributed import Team
 
+T = TypeVar("T")
 Precision = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
 # Cut a stream for a batch only if each part has at least this many segments.
 SEGMENTS = 16
@@ -56,8 +57,12 @@ def mean_loss(
     team: Team,
     precision: Precision,
     look: Callable[[Any, dict[str, Any]], Any] | None = None,
+    note: Callable[[list[int], Any], None] | None = None,
 ) -> tuple[float, float, float]:
-    """Over the first items: the sum of losses, the number of targets, and the sum of `look`."""
+    """Over the first items: the sum of losses, the number of targets, and the sum of `look`.
+
+    `note` gets the numbers of the items of each batch, and the outputs for them.
+    """
     sums = torch.zeros(3, dtype=torch.float64)
     with judging(model):
         for numbers, counts in team.deal(count, batch):
@@ -67,6 +72,8 @@ def mean_loss(
             if counts:
                 number = float(targets(inputs))
                 found = float(look(outputs, inputs)) if look is not None else 0.0
+                if note is not None:
+                    note(numbers, outputs)
                 # A batch without targets has no mean.
                 loss = float(outputs.loss) * number if number else 0.0
                 sums += torch.tensor([loss, number, found], dtype=torch.float64)
@@ -127,8 +134,8 @@ def score_translations(
     beams: int,
     team: Team,
     precision: Precision,
-) -> dict[str, Any]:
-    """BLEU of beam search by sacrebleu, and its signature, which makes it comparable."""
+) -> tuple[dict[str, Any], list[str]]:
+    """BLEU of beam search by sacrebleu with its signature, which makes it comparable; the texts."""
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ModuleNotFoundError:
@@ -138,29 +145,38 @@ def score_translations(
     with judging(model), whole(model, team):
         for numbers, counts in team.deal(len(pairs), batch):
             given = to_device(inputs(numbers), team.device)
-            longest = int(given["input_ids"].shape[1] * 1.2) + 10
+            synced = team.size > 1 and hasattr(model, "unshard")
             with precision(team.device):
-                out = model.generate(
-                    **given,
-                    num_beams=beams,
-                    do_sample=False,
-                    max_new_tokens=longest,
-                    synced_gpus=team.size > 1 and hasattr(model, "unshard"),
-                )
+                out = search(model, given, beams=beams, synced_gpus=synced)
             if counts:
                 found |= dict(zip(numbers, decode(out), strict=True))
-    if team.size > 1:
-        gathered: list[Any] = [None] * team.size
-        torch.distributed.all_gather_object(gathered, found)
-        found = {n: text for part in gathered for n, text in part.items()}
+    found = gather(found, team)
     metric = BLEU()
     texts = [found[n] for n in range(len(pairs))]
     score = metric.corpus_score(texts, [[target for _, target in pairs]])
-    return {"bleu": score.score, "signature": str(metric.get_signature())}
+    return {"bleu": score.score, "signature": str(metric.get_signature())}, texts
+
+
+def search(model: Any, given: dict[str, Any], *, beams: int, **options: Any) -> Tensor:
+    """The ids of the best translation of each source, by beam search."""
+    longest = int(given["input_ids"].shape[1] * 1.2) + 10
+    out: Tensor = model.generate(
+        **given, num_beams=beams, do_sample=False, max_new_tokens=longest, **options
+    )
+    return out
+
+
+def gather(found: dict[int, T], team: Team) -> dict[int, T]:
+    """What the processes found for their items, together; collective."""
+    if team.size == 1:
+        return found
+    gathered: list[Any] = [None] * team.size
+    torch.distributed.all_gather_object(gathered, found)
+    return {n: one for part in gathered for n, one in part.items()}
 
 
 def score_recall(
-    model: Any, data: Any, *, limit: Callable[[int], int], **how: Any
+    model: Any, data: Any, split: str, *, limit: Callable[[int], int], **how: Any
 ) -> dict[str, Any]:
     """`accuracy_N`, the share of right values with N pairs, and the means over all N.
 
@@ -173,7 +189,7 @@ def score_recall(
 
     losses, shares = [], {}
     for pairs in data.held_out_pairs:
-        items = data.held_out("valid", pairs)
+        items = data.held_out(split, pairs)
         loss, targets, hits = mean_loss(model, items, limit(len(items)), look=right, **how)
         losses.append(loss / targets)
         shares[f"accuracy_{pairs}"] = hits / targets

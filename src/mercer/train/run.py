@@ -29,6 +29,7 @@ from .distributed import Team
 from .folder import Folder, describe, read_journal
 from .initial import start_from
 from .progress import Progress
+from .scores import save_scores
 from .settings import Settings
 from .signals import end_with_torchrun, signals
 from .state import gather_model, kept_random, read_json, seed_all
@@ -59,6 +60,8 @@ class Result:
     # The signal that stopped it, or that came during the last evaluation; 0 for none.
     signal: int = 0
     environment: dict[str, Any] = field(default_factory=dict, repr=False)
+    # Whether the data has a test split.
+    test_split: bool = False
 
     @property
     def converged(self) -> bool:
@@ -111,6 +114,10 @@ def _run(
             board = Board(folder.path / "tensorboard", settings)
         seed_all(settings.seed)
         task = TASKS[settings.task](settings)
+        # Read before training, so that data without a test split is an error at once.
+        test = None
+        if settings.split == "test":
+            test = type(task)(settings, split="test", like=task.like)
         seed_all(settings.seed)
         model = task.build()
         counted = count(model, task.sequence_length(model.config))
@@ -139,7 +146,7 @@ def _run(
                 status = _status(trainer)
                 metrics = trainer.judge.metrics
                 if status == "done":
-                    metrics = _judge(trainer, task, folder)
+                    metrics = _judge(trainer, task, test, folder)
                     status = STUCK if is_stuck(metrics, trainer.state.global_step) else status
             finally:
                 trainer.release()
@@ -155,6 +162,7 @@ def _run(
             folder=settings.output,
             signal=trainer.stopped_by or signal(),
             environment=about,
+            test_split=task.has_test,
         )
         if status != "stopped":
             values = asdict(result) | {"signal": 0}
@@ -205,11 +213,20 @@ def _status(trainer: KernelTrainer) -> str:
     return "stopped" if trainer.stopped_by else "done"
 
 
-def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]:
-    """The last evaluation; saves the trained model if the run has a folder."""
+def _judge(trainer: KernelTrainer, task: Task, test: Task | None, folder: Folder) -> dict[str, Any]:
+    """The last evaluation; saves the trained model and its answers if the run has a folder."""
     if trainer.judge.last_differs:
         trainer.evaluate(quiet=True)
     trainer.evaluate(final=True)
+    _save_scores(folder, "valid", task, trainer.metrics)
+    metrics = dict(trainer.metrics)
+    if test is not None:
+        with kept_random():
+            found = test.evaluate(trainer.model, trainer.team, final=True)
+        _save_scores(folder, "test", test, found)
+        # The signature is the same.
+        found.pop("signature", None)
+        metrics |= {f"test_{name.removeprefix('eval_')}": value for name, value in found.items()}
     if folder.path is not None:
         weights = gather_model(trainer.model)
         path = folder.path / "model"
@@ -218,7 +235,14 @@ def _judge(trainer: KernelTrainer, task: Task, folder: Folder) -> dict[str, Any]
                 task.save_model(trainer.model, weights, aside)
                 if task.tokenizer is not None:
                     task.tokenizer.save_pretrained(aside)
-    return trainer.judge.metrics
+    return metrics
+
+
+def _save_scores(folder: Folder, split: str, task: Task, metrics: dict[str, Any]) -> None:
+    if folder.writes:
+        assert folder.path is not None
+        figures = {"data": task.source, "split": split, **metrics}
+        save_scores(folder.path / "evaluations" / split, figures, task.answers)
 
 
 def _find(settings: Settings, folder: Folder, say: Callable[[str], None]) -> str | None:

@@ -22,11 +22,12 @@ TASKS = ("lm", "translation", "vision", "recall")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 MODES = ("blocks", "sliding", "memory")
+SPLITS = ("valid", "test")
 
 # May differ on resume: they change logging, storage, sharding and rounding, not the result.
 FREE = (
     "output", "resume", "log_every", "eval_every", "save_every", "keep", "samples", "threads",
-    "grown_from", "tensorboard", "accumulate", "workers", "fsdp", "device", "cache",
+    "grown_from", "tensorboard", "accumulate", "workers", "fsdp", "device", "cache", "split",
     "trust_kernels",
 )  # fmt: skip
 
@@ -122,6 +123,8 @@ class Settings:
     # A short text of the model with each evaluation.
     samples: bool = True
     beams: int = 4
+    # What is scored at the end: validation data alone, or the data's test split, too.
+    split: str = "valid"
     # Where the files go; None: nowhere.
     output: str | None = None
     resume: bool = False
@@ -151,6 +154,7 @@ class Settings:
         self._check_choice("task", TASKS)
         self._check_choice("dtype", DTYPES)
         self._check_choice("evaluate_by", MODES)
+        self._check_choice("split", SPLITS)
         if self.device is not None:
             self._check_choice("device", DEVICES)
         sources = [name for name in self._own_sources() if name not in self.untrusted]

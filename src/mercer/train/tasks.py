@@ -24,6 +24,7 @@ from ..models import presets
 from ..names import suggest
 from . import evaluate, samples
 from .distributed import Team
+from .scores import Answers, one_line
 from .settings import Settings
 from .unigram import MOST, Unigram
 
@@ -31,7 +32,11 @@ IGNORE = -100
 
 
 class Task(ABC):
-    """Data, model, loss and evaluation of a run."""
+    """Data, model, loss and evaluation of a run.
+
+    With `split`, this split of the data alone, to judge a model. `like` is then what the model was
+    trained with: its tokenizer, or how it sees images.
+    """
 
     # The unit of speed, the name of an item, and whether batches differ in shape.
     unit = "tokens"
@@ -45,13 +50,26 @@ class Task(ABC):
     source: str
     # With a sketch of the data alone: where its numbers come from.
     how: str | None = None
+    # The model's answers in the last evaluation at the end of a run.
+    answers: Answers | None = None
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, split: str | None = None, like: Any = None) -> None:
         self.settings = settings
+        self.only = split
+
+    @property
+    def like(self) -> Any:
+        """What the model is trained with, besides the settings."""
+        return self.tokenizer
 
     @abstractmethod
     def config(self) -> Any:
         """The model's config."""
+
+    @property
+    def has_test(self) -> bool:
+        """Whether the data has a test split besides the one for validation."""
+        return False
 
     def sequence_length(self, config: Any) -> int:
         """Tokens of one item, at most."""
@@ -112,13 +130,15 @@ class Task(ABC):
 
     def read(self, function: Callable[..., Any], **given: Any) -> Any:
         """The data, read by a function of `mercer.data`, with the options of the settings."""
-        options = self.options(function, cache_dir=self.settings.cache, **given)
-        return function(self.settings.data, **options)
+        given = {"cache_dir": self.settings.cache, **given}
+        if self.only is not None:
+            given["split"] = self.only
+        return function(self.settings.data, **self.options(function, **given))
 
     def options(self, function: Callable[..., Any], **given: Any) -> dict[str, Any]:
         """What is given, and the options of the settings, if the function takes them."""
         known = [n for n in inspect.signature(function).parameters if n not in given]
-        known = [n for n in known if n not in ("source", "on_progress")]
+        known = [n for n in known if n not in ("source", "on_progress", "split", "look")]
         for name in self.settings.data_options:
             if name not in known:
                 raise ValueError(f"the data has no option {name!r}; {suggest(name, known)}")
@@ -166,16 +186,28 @@ def check_least(name: str, settings: Settings, least: int, what: str) -> None:
 class LanguageModel(Task):
     """Predict the next token."""
 
-    def __init__(self, settings: Settings, *, sketch: bool = False) -> None:
-        super().__init__(settings)
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        split: str | None = None,
+        like: Any = None,
+        sketch: bool = False,
+    ) -> None:
+        super().__init__(settings, split=split)
+        tokenizer = settings.tokenizer if like is None else like
         read = data.sketch_text if sketch else data.text
-        self.text = self.read(read, tokenizer=settings.tokenizer, seed=settings.seed)
+        self.text = self.read(read, tokenizer=tokenizer, seed=settings.seed)
         self.valid, self.how = self.text.valid, self.text.how if sketch else None
         assert settings.length is not None
         self.length = settings.length
         self.tokenizer = self.text.tokenizer
         self.source = self.text.source
-        self.train = self.text.blocks("train", self.length)
+        self.train = self.text.blocks("train", self.length) if split is None else ()
+
+    @property
+    def has_test(self) -> bool:
+        return self.text.test is not None
 
     def config(self) -> Any:
         parts = self.vocabulary() | self.parts()
@@ -229,20 +261,25 @@ class LanguageModel(Task):
             # Windows that share one token: each token is predicted once, within its window.
             stride = self.length - 1 if settings.evaluate_by == "blocks" else self.length // 2
             windows = self.text.windows("valid", self.length, stride)
-            number = min(len(windows), 1 + max(0, tokens - self.length) // stride)
+            number = len(windows)
+            if tokens < len(file):
+                number = min(number, 1 + max(0, tokens - self.length) // stride)
             if number < len(windows):
                 tokens = (number - 1) * stride + min(self.length, len(file))
             loss, targets, _ = evaluate.mean_loss(
                 model, windows, number, batch=batch, collate=self.collate,
                 targets=self.count_targets, team=team, precision=self.precision,
             )  # fmt: skip
-        return {
+        found = {
             "eval_loss": loss / targets,
             "perplexity": evaluate.perplexity(loss / targets),
             "bits_per_byte": loss / math.log(2) / self._bytes(tokens),
             "eval_tokens": int(targets),
-            "unigram_loss": float(self.unigram.total(file.slice(1, tokens))) / (tokens - 1),
         }
+        if self.only is None:
+            plain = float(self.unigram.total(file.slice(1, tokens)))
+            found["unigram_loss"] = plain / (tokens - 1)
+        return found
 
     def _bytes(self, tokens: int) -> int:
         file = self.valid
@@ -258,14 +295,23 @@ class Translation(Task):
     noun = judged = "pairs"
     ragged = True
 
-    def __init__(self, settings: Settings, *, sketch: bool = False) -> None:
-        super().__init__(settings)
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        split: str | None = None,
+        like: Any = None,
+        sketch: bool = False,
+    ) -> None:
+        super().__init__(settings, split=split)
+        tokenizer = settings.tokenizer if like is None else like
         read = data.sketch_pairs if sketch else data.pairs
-        self.pairs = self.read(read, tokenizer=settings.tokenizer)
+        self.pairs = self.read(read, tokenizer=tokenizer)
         self.how = self.pairs.how if sketch else None
         self.tokenizer = self.pairs.tokenizer
         self.source = self.pairs.source
-        self.train = self.pairs.encoded("train", max_length=settings.length)
+        most = settings.length if split is None else None
+        self.train = self.pairs.encoded("train", max_length=most)
         self.valid = self.pairs.encoded("valid")
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -274,6 +320,10 @@ class Translation(Task):
     def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
         """Tokens of both sides, without padding."""
         return inputs["attention_mask"].sum() + self.count_targets(inputs)
+
+    @property
+    def has_test(self) -> bool:
+        return self.pairs.test is not None
 
     def config(self) -> Any:
         return presets.translator(self.settings.preset, **(self.vocabulary() | self.parts()))
@@ -304,27 +354,31 @@ class Translation(Task):
         def frequent(outputs: Any, inputs: dict[str, Any]) -> Tensor:
             return self.unigram.total(inputs["labels"])
 
+        # Of the training data, which a task of one split does not have.
+        look = frequent if self.only is None else None
         valid = self._spread(self.valid, items)
         loss, targets, plain = evaluate.mean_loss(
-            model, valid, len(valid), batch=batch, collate=self.collate, look=frequent,
+            model, valid, len(valid), batch=batch, collate=self.collate, look=look,
             targets=self.count_targets, team=team, precision=self.precision,
         )  # fmt: skip
         found: dict[str, Any] = {
             "eval_loss": loss / targets,
             "perplexity": evaluate.perplexity(loss / targets),
-            "unigram_loss": plain / targets,
         }
+        if look is not None:
+            found["unigram_loss"] = plain / targets
         if final:
-            split = "valid" if self.pairs.test is None else "test"
-            pairs, encoded = self.pairs.split(split), self.pairs.encoded(split)
+            pairs, encoded = self.pairs.valid, self.valid
 
             def inputs(numbers: list[int]) -> dict[str, Any]:
                 return self._sources([encoded[n] for n in numbers])
 
-            found |= evaluate.score_translations(
+            scores, texts = evaluate.score_translations(
                 model, pairs[: self._limit(len(pairs), items)], inputs=inputs, decode=self._decode,
                 batch=batch, beams=settings.beams, team=team, precision=self.precision,
             )  # fmt: skip
+            found |= scores
+            self.answers = Answers(name="hypotheses.txt", lines=[one_line(text) for text in texts])
         return found
 
     def _sources(self, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -341,14 +395,25 @@ class Vision(Task):
     unit = "patches"
     noun = judged = "images"
 
-    def __init__(self, settings: Settings, *, sketch: bool = False) -> None:
-        super().__init__(settings)
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        split: str | None = None,
+        like: Any = None,
+        sketch: bool = False,
+    ) -> None:
+        super().__init__(settings, split=split)
         size = settings.overrides.get("image_size")
         given = {} if size is None or "size" in settings.data_options else {"size": size}
-        self.images = self.read(data.images, **given)
+        self.images = self.read(data.images, look=like, **given)
         self.source = self.images.source
         self.train, self.valid = self.images.train, self.images.valid
         self.patches = 1
+
+    @property
+    def like(self) -> Any:
+        return self.images.look
 
     def sequence_length(self, config: Any) -> int:
         return int((config.image_size // config.patch_size) ** 2)
@@ -398,12 +463,30 @@ class Vision(Task):
             hits: Tensor = outputs.logits.argmax(-1).eq(inputs["labels"]).sum()
             return hits
 
+        chosen: dict[int, int] = {}
+
+        def note(numbers: list[int], outputs: Any) -> None:
+            chosen.update(zip(numbers, outputs.logits.argmax(-1).tolist(), strict=True))
+
         loss, targets, hits = evaluate.mean_loss(
             model, valid, len(valid), collate=self.collate, team=team, look=right,
             batch=max(1, settings.batch // (settings.accumulate * team.size)),
-            targets=self.count_targets, precision=self.precision,
+            targets=self.count_targets, precision=self.precision, note=note if final else None,
         )  # fmt: skip
+        if final:
+            self.answers = self._answer(evaluate.gather(chosen, team))
         return {"eval_loss": loss / targets, "accuracy": hits / targets}
+
+    def _answer(self, chosen: dict[int, int]) -> Answers:
+        """The class of each image beside the right one."""
+        names, valid = self.images.class_names, self.images.valid
+        paths = getattr(valid.pixels, "paths", None)
+        rows = [("image", "class", "predicted")]
+        for n in sorted(chosen):
+            image = str(n) if paths is None else str(paths[n])
+            rows.append((image, names[int(valid.labels[n])], names[chosen[n]]))
+        lines = ["\t".join(one_line(cell) for cell in row) for row in rows]
+        return Answers(name="predictions.tsv", lines=lines)
 
 
 class Recall(LanguageModel):
@@ -411,13 +494,21 @@ class Recall(LanguageModel):
 
     noun = judged = "sequences"
 
-    def __init__(self, settings: Settings, *, sketch: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        split: str | None = None,
+        like: Any = None,
+        sketch: bool = False,
+    ) -> None:
         Task.__init__(self, settings)
+        self.split = split or "valid"
         options = self.options(data.recall, length=settings.length, seed=settings.seed)
         self.recall = data.recall(**options)
         self.length, self.source = self.recall.longest, self.recall.source
         self.train = self.recall.train
-        held_out = [self.recall.held_out("valid", n) for n in self.recall.held_out_pairs]
+        held_out = [self.recall.held_out(self.split, n) for n in self.recall.held_out_pairs]
         self.valid = ConcatDataset(held_out)
 
     def vocabulary(self) -> dict[str, Any]:
@@ -440,7 +531,7 @@ class Recall(LanguageModel):
         assert settings.batch is not None
         share = None if items is None else max(1, items // len(self.recall.held_out_pairs))
         return evaluate.score_recall(
-            model, self.recall, limit=lambda number: self._limit(number, share),
+            model, self.recall, self.split, limit=lambda number: self._limit(number, share),
             collate=self.collate, team=team,
             batch=max(1, settings.batch // (settings.accumulate * team.size)),
             targets=self.count_targets, precision=self.precision,
