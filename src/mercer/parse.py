@@ -83,7 +83,9 @@ def write(kernel: Kernel) -> tuple[str, tuple[str, ...]]:
                 "or lists of these"
             )
         if isinstance(kernel, kernels.CHANGED):
-            inner, trust = write(kernel.kernel)
+            changed = kernel.kernel
+            assert isinstance(changed, Kernel)
+            inner, trust = write(changed)
             rest = f", {kernel.arguments}" if kernel.arguments else ""
             return f"{cls.__name__}({inner}{rest})", trust
         if cls in kernels.KERNELS and cls.__name__ in KERNELS:

@@ -80,7 +80,7 @@ def sketch_text(
     """`text`, without tokens."""
     check_whole("seed", seed, 0, LARGEST_SEED)
     folder = cache.choose_folder(cache_dir)
-    corpus = _find_corpus(source, column, folder)
+    corpus = _find_corpus(source, column, folder, whole=False)
     train = corpus.splits["train"]
     spec = ("bpe:1024" if source == "embedded" else "bpe:8192") if tokenizer is None else tokenizer
     chosen, how = _find(spec, train.fingerprint, folder, source, tokens.SPECIALS)
@@ -106,7 +106,7 @@ def sketch_pairs(
     """`pairs`, without tokens."""
     check_columns(columns)
     folder = cache.choose_folder(cache_dir)
-    splits, name = _find_pairs(source, columns, folder, seed)
+    splits, name = _find_pairs(source, columns, folder, seed, whole=False)
     if reverse:
         splits = {split: found.swap() for split, found in splits.items()}
     train = splits["train"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,6 @@ def make_vision(size: str) -> Study:
 
 
 studies: dict[str, Mapping[str, Callable[[], Study]]] = {
-    "gka-language": {s: lambda s=s: make_language(s) for s in ("full", "small")},  # type: ignore[misc]
-    "gka-vision": {s: lambda s=s: make_vision(s) for s in ("full", "small")},  # type: ignore[misc]
+    "gka-language": {s: partial(make_language, s) for s in ("full", "small")},
+    "gka-vision": {s: partial(make_vision, s) for s in ("full", "small")},
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from mercer.studies import Row, Study, Variant
 
-ROTARY = {"position": "rotary", "value": "content"}
+ROTARY: dict[str, Any] = {"position": "rotary", "value": "content"}
 KERNELS = {
     "exponential": "Exponential()",
     "rbf": "RBF(heads={heads})",

@@ -267,10 +267,10 @@ class Study:
         try:
             resolved = json.loads(Settings(**chosen).resolve().as_json())
             if (init := resolved.pop("init")) is not None:
-                from ..train.initial import digest
+                from ..train.initial import digest as digest_weights
 
                 # The weights decide, not the name of their folder.
-                resolved["init"] = digest(init)
+                resolved["init"] = digest_weights(init)
         except ValueError as error:
             raise ValueError(f"{variant.name}: {error}") from None
         # The other settings concern logging and storage, and may differ between machines.

@@ -73,24 +73,28 @@ def run(
     on_progress: Callable[[Progress], None] | None = None,
     *,
     say: Callable[[str], None] | None = None,
+    alter: Callable[[Any], None] | None = None,
 ) -> Result:
     """Train, evaluate, and write everything to the folder of the run, if it has one.
 
     Args:
         on_progress: called in the main process with each log, each evaluation and each note.
         say: called with a message, such as one on a damaged checkpoint.
+        alter: changes the model after it is built, for controls that no setting gives. It is not
+            stored: give it again to resume.
     """
     settings = settings.resolve()
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda cannot be used here: torch finds no GPU; give device cpu")
     with TURNS, quiet(), kept_random():
-        return _run(settings, on_progress, say or (lambda text: None))
+        return _run(settings, on_progress, say or (lambda text: None), alter)
 
 
 def _run(
     settings: Settings,
     on_progress: Callable[[Progress], None] | None,
     say: Callable[[str], None],
+    alter: Callable[[Any], None] | None,
 ) -> Result:
     end_with_torchrun()
     arguments = make_arguments(settings)
@@ -120,6 +124,8 @@ def _run(
             test = type(task)(settings, split="test", like=task.like)
         seed_all(settings.seed)
         model = task.build()
+        if alter is not None:
+            alter(model)
         counted = count(model, task.sequence_length(model.config))
         checkpoint = team.tell(lambda: _find(settings, folder, say))
         if checkpoint is not None:
@@ -218,8 +224,8 @@ def _judge(trainer: KernelTrainer, task: Task, test: Task | None, folder: Folder
     if trainer.judge.last_differs:
         trainer.evaluate(quiet=True)
     trainer.evaluate(final=True)
-    _save_scores(folder, "valid", task, trainer.metrics)
-    metrics = dict(trainer.metrics)
+    _save_scores(folder, "valid", task, trainer.judge.metrics)
+    metrics = dict(trainer.judge.metrics)
     if test is not None:
         with kept_random():
             found = test.evaluate(trainer.model, trainer.team, final=True)

@@ -511,6 +511,14 @@ class Recall(LanguageModel):
         held_out = [self.recall.held_out(self.split, n) for n in self.recall.held_out_pairs]
         self.valid = ConcatDataset(held_out)
 
+    @property
+    def like(self) -> Any:
+        return None
+
+    @property
+    def has_test(self) -> bool:
+        return True
+
     def vocabulary(self) -> dict[str, Any]:
         check_least("vocab_size", self.settings, self.recall.vocabulary, "tokens of the data")
         return {"vocab_size": self.recall.vocabulary}
