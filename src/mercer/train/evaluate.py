@@ -135,7 +135,7 @@ def score_translations(
         raise ValueError("BLEU needs sacrebleu: pip install 'mercer[train]'") from None
 
     found: dict[int, str] = {}
-    with judging(model), whole(model, team):
+    with judging(model), whole(model):
         for numbers, counts in team.deal(len(pairs), batch):
             given = to_device(inputs(numbers), team.device)
             longest = int(given["input_ids"].shape[1] * 1.2) + 10
@@ -160,7 +160,7 @@ def score_translations(
 
 
 @contextlib.contextmanager
-def whole(model: Any, team: Team) -> Iterator[None]:
+def whole(model: Any) -> Iterator[None]:
     """Let `generate` of a sharded model gather its weights as `forward` does."""
     if hasattr(model, "unshard"):
         from torch.distributed.fsdp import register_fsdp_forward_method
