@@ -236,6 +236,15 @@ def test_an_assigned_kernel_is_the_one_that_runs_and_learns(name):
     assert torch.equal(layer(x), out)
 
 
+def test_an_assigned_kernel_is_compiled():
+    # A compiled graph can make no module, so the kernels are joined before.
+    layer, x = LAYERS["a factor"](), draw(2, 6, 16)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for kernel in (mc.Laplace(), mc.Cosine()):
+        layer.kernel = kernel
+        assert torch.allclose(compiled(x), layer(x), atol=1e-6)
+
+
 def test_a_factor_inside_a_layer_may_be_replaced():
     layer, x = LAYERS["two factors"](), draw(2, 6, 16)
     for replace in (
