@@ -139,6 +139,28 @@ def test_a_huge_key_that_is_hidden_changes_nothing(name, mass):
         assert close(a, b, dtype)
 
 
+# Key 20 is visible to some rows, and its products overflow.
+@pytest.mark.parametrize("filter", [mc.Window(3, 3), mc.Causal() & mc.Window(4, 0)], ids=repr)
+@pytest.mark.parametrize("kernel", [mc.Exponential(), mc.RBF(30.0)], ids=repr)
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_huge_key_changes_no_row_that_does_not_see_it(filter, kernel, backend, dtype):
+    q, k, v = inputs(1, width=64, dtype=dtype)
+    want = mc.smooth(kernel, q, k, v, filter=filter, backend=backend)
+    k[:, :, 20] = 1e38
+    got = mc.smooth(kernel, q, k, v, filter=filter, backend=backend)
+    blind = ~filter.mask(KEYS, KEYS)[0, 0, :, 20]
+    assert close(got[:, :, blind], want[:, :, blind], dtype)
+    with pytest.raises(ValueError, match="'sdpa' cannot run this: a product may overflow"):
+        mc.smooth(kernel, q, k, v, filter=filter, backend="sdpa")
+    # Without a mask nothing is added to the products.
+    assert mc.explain(kernel, q, k, v, filter=mc.Causal()).backend == "sdpa"
+    # What is not finite is no large number.
+    k[:, :, 20] = torch.nan
+    assert mc.explain(kernel, q, k, v, filter=filter).refusals.get("sdpa") is None
+
+
 # A number that is visible and does not fit float16: kernel, what is multiplied, the reason.
 TOO_LARGE = {
     "key": (lambda: mc.RBF(), ("k", 800.0), "number of a key"),
@@ -212,6 +234,15 @@ def test_an_assigned_kernel_is_the_one_that_runs_and_learns(name):
     other.kernel = mc.Cosine()
     assert not torch.allclose(other(x), out)
     assert torch.equal(layer(x), out)
+
+
+def test_an_assigned_kernel_is_compiled():
+    # A compiled graph can make no module, so the kernels are joined before.
+    layer, x = LAYERS["a factor"](), draw(2, 6, 16)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for kernel in (mc.Laplace(), mc.Cosine()):
+        layer.kernel = kernel
+        assert torch.allclose(compiled(x), layer(x), atol=1e-6)
 
 
 def test_a_factor_inside_a_layer_may_be_replaced():

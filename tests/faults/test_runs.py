@@ -31,6 +31,7 @@ from mercer.train.conductor import Conductor
 from mercer.train.folder import Folder, read_journal
 from mercer.train.tasks import LanguageModel
 
+START = multiprocessing.get_start_method()
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["mercer.train", "mercer.cli.train"])
 # Logs, evaluations and checkpoints at different steps, so that each can be cut from the others.
@@ -434,6 +435,8 @@ def one_that_dies(settings, where):
     import torch
 
     torch.set_num_threads(1)
+    # Of data workers, as in a process of its own.
+    multiprocessing.set_start_method(START, force=True)
     on_call(*DEATHS[where], die)
     run(Settings(**settings))
 
@@ -449,6 +452,19 @@ def test_a_killed_run_has_the_lines_of_one_that_was_not(where, settings, undistu
     assert run(Settings(**own, resume=True)).status == "done"
     assert_same_lines(path, undisturbed)
     assert not list(path.rglob(".writing*"))
+
+
+def test_data_workers_do_not_keep_the_lock_of_a_killed_run(settings, tmp_path):
+    """They notice its end seconds later."""
+    path = tmp_path / "run"
+    own = {**settings, "workers": 1, "output": str(path)}
+    process = CONTEXT.Process(target=one_that_dies, args=(own, "during an evaluation"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    lock = Lock(path / ".lock")
+    assert lock.take()
+    lock.release()
 
 
 @pytest.mark.parametrize("step", [4, 8, 10])

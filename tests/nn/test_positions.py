@@ -547,7 +547,7 @@ def test_sizes_that_do_not_fit_raise(build, message):
 
 def test_sinusoids_in_a_compiled_graph_are_one_operator():
     places = torch.arange(-3, 4)
-    torch.library.opcheck(sinusoids.form_sinusoid, (places, 8, 1e4, torch.float32, True))
+    torch.library.opcheck(sinusoids.form_sinusoid, (places, 8, 1e4, torch.float32))
     like = torch.zeros(1)
     torch.library.opcheck(sinusoids.copy_sinusoids, (-2, 5, 8, 1e4, like, True))
 

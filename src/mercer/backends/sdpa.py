@@ -45,7 +45,40 @@ def refuses(task: Task) -> str | None:
         return "in half precision the gradient of a learned scale would be inaccurate"
     if task.log_mass and device != "cpu":
         return f"it returns no log_mass on {device}"
+    if task.mask_elements and _may_overflow(task):
+        return "a product may overflow where a key is hidden: a mask is added to it"
     return _too_large(task) if task.v.dtype == torch.float16 else None
+
+
+def _may_overflow(task: Task) -> bool:
+    """Whether a product of a key that some query sees may be infinite."""
+    # Reading the data would synchronise with a GPU, and a graph has no branches.
+    if task.device.type != "cpu" or not can_read(task.v):
+        return False
+    limit = torch.finfo(accumulator(task.v.dtype)).max / 4
+    return _bound(task, None) > limit and _bound(task, _seen(task)) > limit
+
+
+def _bound(task: Task, seen: Tensor | None) -> float:
+    """At least the largest exponent, and the sums that lead to it, among these keys."""
+    bound = 0.0
+    for f in task.term.factors:
+        scale = f.scale.detach().abs().max() if isinstance(f.scale, Tensor) else abs(f.scale)
+        number = 0.0 if f.col is None else _largest(f.col.detach(), seen)
+        features = None if seen is None else seen[..., None]
+        product = _largest(f.q.detach(), None) * _largest(f.k.detach(), features) * f.width
+        bound += max(1.0, float(scale)) * (product + number)
+    return bound
+
+
+def _largest(x: Tensor, among: Tensor | None) -> float:
+    """The largest magnitude; what is NaN or infinite is cleaned before it runs."""
+    if not x.numel():
+        return 0.0
+    x = x if among is None else torch.where(among, x, 0.0)
+    low, high = map(float, x.aminmax())
+    largest = max(-low, high)
+    return largest if math.isfinite(largest) else float(x.abs().nan_to_num(0.0, 0.0).max())
 
 
 def _too_large(task: Task) -> str | None:

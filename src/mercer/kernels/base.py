@@ -193,7 +193,7 @@ class Product(Combination):
         product: tuple[Term, ...] = (Term(),)
         for kernel in self:
             terms = kernel.terms(q, k)
-            _check_count(self, len(product) * len(terms))
+            _check_count(len(product) * len(terms))
             product = tuple(a * b for a in product for b in terms)
         return product
 
@@ -225,7 +225,7 @@ class Sum(Combination):
         each = [kernel.terms(q, k) for kernel in self]
         if not all(each):
             return ()
-        _check_count(self, sum(map(len, each)))
+        _check_count(sum(map(len, each)))
         return tuple(term for terms in each for term in terms)
 
     @property
@@ -371,7 +371,7 @@ def members(kernel: Kernel | None) -> tuple[Kernel, ...]:
     return tuple(kernel) if isinstance(kernel, Product) else (kernel,)
 
 
-def _check_count(kernel: Kernel, count: int) -> None:
+def _check_count(count: int) -> None:
     if count > MAX_TERMS:
         raise ValueError(
             f"this kernel expands into {count} terms, more than the limit of {MAX_TERMS}: "

@@ -89,7 +89,7 @@ def count(model: PreTrainedModel | PreTrainedConfig, length: int | None = None) 
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
     layers = [m for m in model.modules() if isinstance(m, KernelAttention | GaussianAttention)]
-    forward = sum(_linear(m, length, config) for m in model.modules())
+    forward = sum(_linear(m, length) for m in model.modules())
     forward += sum(_attention(layer, length, _segments(config, length)) for layer in layers)
     nets = [m for m in model.modules() if isinstance(m, FeedForward)]
     kept = sum(8 * m.d_model for m in layers) + sum(m.kept for m in nets)
@@ -139,7 +139,7 @@ def part_of(name: str) -> str:
     return "attention" if {"attention", "cross"} & set(steps) else "embedding"
 
 
-def _linear(module: nn.Module, length: int, config: Any) -> float:
+def _linear(module: nn.Module, length: int) -> float:
     if isinstance(module, nn.Linear | nn.Conv2d):
         # The head of a classifier reads one vector of an image.
         once = isinstance(module, nn.Linear) and getattr(module, "once", False)

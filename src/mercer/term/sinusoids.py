@@ -19,22 +19,18 @@ def frequencies(width: int, base: float, device: torch.device) -> Tensor:
     return torch.pow(base, -p / width)
 
 
-def sinusoid(
-    places: Tensor, width: int, base: float, dtype: torch.dtype, *, wide: bool = True
-) -> Tensor:
-    """Sines and cosines of every place at P / 2 frequencies, interleaved, [..., P].
-
-    Angles are in float64; float32 is enough for bfloat16 and up to some ten thousand places.
-    """
+def sinusoid(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
+    """Sines and cosines of every place at P / 2 frequencies, interleaved, [..., P]."""
     # An opaque operator: inlined, a compiler would recompute them for each tensor they are added
     # to.
     form = form_sinusoid if torch.compiler.is_compiling() else _form_sinusoid
-    return form(places, width, base, dtype, wide)
+    return form(places, width, base, dtype)
 
 
 def _form_sinusoid(
-    places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool
+    places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool = True
 ) -> Tensor:
+    """Angles are in float64; float32 is enough for bfloat16 up to some ten thousand places."""
     step = frequencies(width, base, places.device)
     angle = places[..., None] * (step if wide else step.float())
     out = places.new_empty(*places.shape, width, dtype=dtype)
@@ -44,14 +40,12 @@ def _form_sinusoid(
 
 
 @operator
-def form_sinusoid(
-    places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool
-) -> Tensor:
-    return _form_sinusoid(places, width, base, dtype, wide)
+def form_sinusoid(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
+    return _form_sinusoid(places, width, base, dtype)
 
 
 @fake(form_sinusoid)
-def _(places: Tensor, width: int, base: float, dtype: torch.dtype, wide: bool) -> Tensor:
+def _(places: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:
     return places.new_empty(*places.shape, width, dtype=dtype)
 
 

@@ -123,4 +123,4 @@ def _continued(
         return solve(short, backend)
     near = recent.near(count)
     assert near is not None
-    return mix([whole.before(short, count, backend), near])
+    return mix([whole.before(short, backend), near])

@@ -57,7 +57,7 @@ class Vicinity:
             return solve(replace(whole, filter=whole.filter & Earlier(count)), backend)
         first = slice(None, whole.k.length - count)
         short = replace(whole, k=sliced(whole.k, first), v=whole.v[:, :, first], filter=moved)
-        return self.before(short, count, backend)
+        return self.before(short, backend)
 
     def moved(self, count: int) -> Filter | None:
         """The filter without the nearest keys; queries align with the last key that they see."""
@@ -67,7 +67,7 @@ class Vicinity:
         num_queries, num_keys = whole.q.length, whole.k.length
         return _moved(whole.filter.simplify(num_queries, num_keys), count, num_queries, num_keys)
 
-    def before(self, short: Problem, count: int, backend: str) -> Smoothed:
+    def before(self, short: Problem, backend: str) -> Smoothed:
         """The smoother of all keys but the last; the first queries may see none of them."""
         # Without the last keys, queries align with the last key that they see. So the filter is
         # causal again, which more backends support than a gap.

@@ -142,7 +142,7 @@ def score_translations(
         raise ValueError("BLEU needs sacrebleu: pip install 'mercer[train]'") from None
 
     found: dict[int, str] = {}
-    with judging(model), whole(model, team):
+    with judging(model), whole(model):
         for numbers, counts in team.deal(len(pairs), batch):
             given = to_device(inputs(numbers), team.device)
             synced = team.size > 1 and hasattr(model, "unshard")
@@ -198,7 +198,7 @@ def score_recall(
 
 
 @contextlib.contextmanager
-def whole(model: Any, team: Team) -> Iterator[None]:
+def whole(model: Any) -> Iterator[None]:
     """Let `generate` of a sharded model gather its weights as `forward` does."""
     if hasattr(model, "unshard"):
         from torch.distributed.fsdp import register_fsdp_forward_method
