@@ -216,13 +216,19 @@ def _chosen(source: str, trust: Sequence[str]) -> str:
     most = max(shared.values(), default=0)
     found = [name for name, count in shared.items() if count == most]
     if not most:
-        raise ValueError(
-            f"this needs kernels of {source}, and a text alone imports nothing: if you trust this "
-            f"{'file' if source.endswith('.py') else 'module'}, pass trust_kernels={source!r}"
-        )
+        raise distrust(source)
     if len(found) > 1:
         raise ValueError(f"{source} may be {' or '.join(found)}: trust one of them")
     return found[0]
+
+
+def distrust(source: str) -> ValueError:
+    """The error for a source that is not in trust."""
+    kind = "file" if source.endswith(".py") else "module"
+    return ValueError(
+        f"this needs kernels of {source}, and a text alone imports nothing: if you trust this "
+        f"{kind}, pass trust_kernels={source!r}"
+    )
 
 
 def _common(a: str, b: str) -> int:

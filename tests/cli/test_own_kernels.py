@@ -179,6 +179,8 @@ def test_a_kernel_is_explained_alone_or_in_a_system(invoke):
     assert "filter    Causal()" in done.output
     done = invoke(f"explain --kernel 'RBF()' --position alibi {shape}")
     assert "exp(-|q - k|^2 / 2 s^2) * exp(-m_h |i-j|)" in done.output
+    done = invoke(f"explain all --kernel 'RBF()' {shape}")
+    assert done.output.count("exp(-|q - k|^2 / 2 s^2)") == 11
     for wrong, message in (
         ("", "explain needs a system or --kernel"),
         ("--kernel 'RBX()'", "did you mean 'RBF'?"),

@@ -1,6 +1,8 @@
 """Models with kernels of one's own: as objects, in configs, saved, loaded, and put in later."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import mercer as mc
 from mercer import models
 from mercer.models import KernelLMConfig, presets
 from mercer.studies import Study, Variant
-from mercer.train import Settings
+from mercer.train import Settings, run
 from mercer.train.tasks import LanguageModel
 
 SOURCE = """
@@ -57,8 +59,12 @@ def test_a_config_takes_an_object_and_stores_its_text(ard):
     for parts in ({"kernel": [ard(32), None]}, {"system_options": {"kernel": ard(32)}}):
         kernels = [type(block.attention.kernel) for block in make(**parts).blocks]
         assert ard in kernels
-    with pytest.raises(ValueError, match=f"pass trust_kernels='{file}'"):
-        KernelLMConfig(kernel=text)
+    for build in (KernelLMConfig, presets.lm, lambda kernel: run(Settings(kernel=kernel))):
+        with pytest.raises(ValueError, match=f"pass trust_kernels='{file}'"):
+            build(kernel=text)
+    assert Settings(kernel=ard(32)) == Settings(
+        kernel=text, trust_kernels=str(Path(file).resolve())
+    )
 
 
 def test_a_saved_config_imports_nothing(ard, tmp_path, monkeypatch):
@@ -138,9 +144,6 @@ def test_a_kernel_that_does_not_fit_names_its_line(ard):
 
 def copied(file):
     """A copy of a file under another folder, which nothing has imported yet."""
-    import shutil
-    from pathlib import Path
-
     Path("other").mkdir()
     return shutil.copy(file, Path("other") / file)
 

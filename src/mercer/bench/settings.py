@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,14 +144,25 @@ def _choose(
     """Names separated by commas, or all of them; with `texts`, also kernels such as RBF(2.0)."""
     if text == "all":
         return tuple(name for name in known if name != "auto")
-    # Commas inside of parentheses belong to a kernel.
-    chosen = tuple(dict.fromkeys(n.strip() for n in re.split(r",(?![^(]*\))", text)))
+    chosen = tuple(dict.fromkeys(name.strip() for name in _split(text)))
     for name in chosen:
         if texts and is_text(name):
             parse.kernel(name, own.sources(name))
         elif name not in known:
             raise ValueError(f"{option} has no {name!r}; {suggest(name, ('all', *known))}")
     return chosen
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas; a comma inside of parentheses belongs to a kernel."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign in "([") - (sign in ")]")
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
 
 
 def _write(chosen: tuple[str, ...], known: object) -> str:

@@ -99,6 +99,8 @@ def explain_system(
         parts = {n: getattr(parse, n)(x, trust) for n, x in texts.items() if x is not None}
         for name in systems.SYSTEMS if system == "all" else [system]:
             if systems.is_gaussian(name) and {"kernel", "position"} & set(parts):
+                if system == "all":
+                    continue
                 raise ValueError(
                     f"{name} has a kernel and positions of its own: give --kernel without a system"
                 )

@@ -63,6 +63,7 @@ from .train_options import (
     Value,
     Warmup,
     Workers,
+    free_folder,
     read_pairs,
 )
 
@@ -335,22 +336,13 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
             )
     settings = Settings(task=task, **wanted, resume=resume)
     if settings.output is None and not given["dry_run"]:
-        settings = replace(settings, output=_free(settings.name))
+        settings = replace(settings, output=free_folder(settings.name))
     return settings
 
 
 def _said(value: Any) -> bool:
     empty = isinstance(value, list | tuple) and not value
     return value is not None and value is not False and not empty
-
-
-def _free(name: str) -> str:
-    """A new folder in runs/."""
-    number, path = 1, Path("runs") / name
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{name}-{number}"
-    return str(path)
 
 
 def _again(task: str, settings: Settings) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import warnings
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -187,3 +188,12 @@ def read_pairs(texts: list[str]) -> dict[str, Any]:
                 f"a value must be a number, text, or a list or dict of these, got {short!r}"
             ) from None
     return found
+
+
+def free_folder(name: str) -> str:
+    """A new folder in runs/."""
+    number, path = 1, Path("runs") / name
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{name}-{number}"
+    return str(path)

@@ -21,7 +21,7 @@ from safetensors.torch import load_model
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from .. import stored
+from .. import own, stored
 from ..models.count import count
 from .board import Board
 from .checkpoints import Checkpoints, replacing, told_if_full
@@ -84,6 +84,8 @@ def run(
             stored: give it again to resume.
     """
     settings = settings.resolve()
+    for source in settings.untrusted:
+        raise own.distrust(source)
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda cannot be used here: torch finds no GPU; give device cpu")
     with TURNS, quiet(), kept_random():
