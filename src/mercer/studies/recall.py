@@ -55,20 +55,21 @@ ENOUGH = 0.9
 SIZES: dict[str, dict[str, Any]] = {
     "full": {
         "names": (*KERNELS, *SYSTEMS),
-        "widths": (32, 64, 128),
+        "widths": (32, 128),
         "seeds": (0, 1, 2),
         "rates": (1e-3, 3e-3, 1e-2),
         "length": 256,
         "longest": 1024,
-        "steps": 2000,
-        "trial_steps": 1000,
+        "steps": 3000,
+        "trial_steps": 1500,
         "batch": 128,
         "eval_items": 256,
         "data_options": {
             "pairs": [4, 8, 16, 32, 64],
             # The last two are more than in training, in sequences of 512 and 1024.
             "held_out_pairs": [4, 8, 16, 32, 64, 128, 256],
-            "vocabulary": 1024,
+            # Every value is a label some twelve times a step; with fewer, models learn much later.
+            "vocabulary": 512,
         },
     },
     "small": {
