@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .claims import bootstrap
+from .ledger import Record
 from .study import Study
 from .table import Row, best
 
@@ -75,22 +76,33 @@ def _look(n: int) -> tuple[str, str]:
 
 
 def _curve(row: Row, axis: str = "step") -> dict[float, list[float]]:
-    """step or seconds -> the metric of each seed there, where all seeds were measured.
+    """step, or mean seconds -> the metric of each seed, at the steps that all seeds have.
 
-    Seconds are the mean over the seeds that were measured at a step.
+    A mean over other seeds at each step would rise and fall with them. Seeds without any point,
+    such as those whose loss was not finite before the first one, are left out.
     """
-    points: dict[int, list[tuple[float, float]]] = {}
-    for record in row.records:
-        for entry in record.history:
-            value, at = entry.get(row.metric.curve.key), entry.get(axis)
-            if isinstance(value, int | float) and isinstance(at, int | float):
-                points.setdefault(int(entry["step"] or 0), []).append((float(at), value))
-    # A mean of other seeds at other steps would have false dips.
-    most = max((len(found) for found in points.values()), default=0)
-    return {
-        sum(at for at, _ in points[step]) / most: [value for _, value in points[step]]
-        for step in sorted(points) if len(points[step]) == most
-    }  # fmt: skip
+    found = [points for record in row.records if (points := _points(record, row, axis))]
+    common = set.intersection(*map(set, found)) if found else set()
+    curve: dict[float, list[float]] = {}
+    for step in sorted(common):
+        places, values = zip(*(points[step] for points in found), strict=True)
+        curve[sum(places) / len(places)] = list(values)
+    return curve
+
+
+def _points(record: Record, row: Row, axis: str) -> dict[int, tuple[float, float]]:
+    """step -> place and metric of a run, where it was measured on as much as at the first point."""
+    points: dict[int, tuple[float, float]] = {}
+    number: Any = None
+    for entry in record.history:
+        value, step, at = entry.get(row.metric.curve.key), entry.get("step"), entry.get(axis)
+        numbers = [x for x in (value, step, at) if isinstance(x, int | float)]
+        if len(numbers) < 3:
+            continue
+        number = entry.get("eval_items") if not points else number
+        if entry.get("eval_items") == number:
+            points[int(numbers[1])] = numbers[2], numbers[0]
+    return points
 
 
 def _draw_line(axes: Any, row: Row, axis: str, colour: str, marker: str, *, width: float) -> None:

@@ -32,6 +32,9 @@ KERNELS = {
     "cosine": "Cosine()",
     "polynomial": "Polynomial(2)",
     "linear": "Linear(signed=True)",
+    "ard": "ARD({width})",
+    "periodic": "Periodic(8.0)",
+    "spectral-mixture": "SpectralMixture(2, {width})",
     "exponential-alibi": "Exponential() * ALiBi([0.0625])",
     # Weights by position alone: what is left without a kernel of the content.
     "lookup": "Exponential(0.0)",

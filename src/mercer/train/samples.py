@@ -35,7 +35,7 @@ def translate(model: Any, inputs: dict[str, Any], *, team: Team, precision: Prec
     """The greedy translation of one sentence, at most `NEW` tokens longer than it."""
     given = to_device(inputs, team.device)
     longest = int(given["input_ids"].shape[1]) + NEW
-    with judging(model), whole(model, team), precision(team.device):
+    with judging(model), whole(model), precision(team.device):
         found: Tensor = model.generate(
             **given, num_beams=1, do_sample=False, max_new_tokens=min(longest, 4 * NEW),
             synced_gpus=team.size > 1 and hasattr(model, "unshard"),
