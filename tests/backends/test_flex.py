@@ -76,7 +76,8 @@ def compare(kernel, filter, shape, device, dim=DIM, dtype=torch.float32, *, log_
 TAKEN = sorted(
     set(ALL)
     - {"linear", "exponential+linear", "rational*exponential", "polynomial*laplace", "nested"}
-    - (set() if GPU else {"rbf+polynomial"})
+    - {"spectral"}
+    - (set() if GPU else {"rbf+polynomial", "mixture"})
 )
 
 

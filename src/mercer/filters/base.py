@@ -103,11 +103,9 @@ class Filter(Spec):
 
     def simplify(self, num_queries: int, num_keys: int) -> Filter:
         """An equivalent simpler filter for these lengths, if there is one."""
-        start, last = num_keys - num_queries, num_keys - 1
-        some = num_queries and num_keys
-        if some and self.covers(Span(start, last), Span(0, last), start) is True:
-            return Full()
-        return self
+        i, j = Span(num_keys - num_queries, num_keys - 1), Span(0, num_keys - 1)
+        covered = num_queries and num_keys and self.covers(i, j, i.first)
+        return Full() if covered is True else self
 
     def __and__(self, other: Filter) -> Filter:
         return And((self, other)) if isinstance(other, Filter) else NotImplemented
@@ -119,8 +117,8 @@ class Filter(Spec):
         self, num_queries: int, num_keys: int, device: torch.device | str | None = None
     ) -> Tensor:
         """The dense mask, True = visible, [B or 1, H or 1, Q, K]."""
-        i = torch.arange(num_keys - num_queries, num_keys, device=device)
-        return self.mask_of_rows(i, num_keys, num_keys - num_queries)
+        start = num_keys - num_queries
+        return self.mask_of_rows(torch.arange(start, num_keys, device=device), num_keys, start)
 
     def mask_of_rows(self, i: Tensor, num_keys: int, start: int) -> Tensor:
         """The rows of the dense mask for queries at the places i."""
@@ -274,11 +272,13 @@ class Joined(Filter):
 
     @property
     def batch(self) -> int | None:
-        return max((f.batch for f in self.filters if f.batch is not None), default=None)
+        found = [f.batch for f in self.filters if f.batch is not None]
+        return max(found) if found else None
 
     @property
     def heads(self) -> int | None:
-        return max((f.heads for f in self.filters if f.heads is not None), default=None)
+        found = [f.heads for f in self.filters if f.heads is not None]
+        return max(found) if found else None
 
     @property
     def same_for_all(self) -> bool:
