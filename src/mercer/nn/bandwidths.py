@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def _report(
     sizes = [_bandwidths(kernel, call.q, counted).tolist() for kernel in kernels]
     heads = []
     for h in range(layer.num_heads):
-        same = {"layer": "", "head": h, "visible": seen, "at_bound": False}
+        same: dict[str, Any] = {"layer": "", "head": h, "visible": seen, "at_bound": False}
         same |= {"neighbours": neighbours[h], "self_weight": selves[h]}
         for name, s in zip(_names(kernels), sizes, strict=True):
             heads.append(Head(kernel=name, bandwidth=s[h], **same))

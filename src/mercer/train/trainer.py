@@ -297,7 +297,7 @@ class KernelTrainer(Trainer):
             chance = gather_random()
 
             def fill(path: Path) -> None:
-                self.task.save_model(self.model, weights, path)
+                self.model.save_pretrained(path, state_dict=weights, whole=False)
                 save_file(numbers, path / "optimizer.safetensors")
                 (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
                 (path / "random.json").write_text(json.dumps(chance), encoding="utf-8")
