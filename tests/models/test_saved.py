@@ -155,3 +155,10 @@ def test_the_image_processor_takes_what_people_have(tmp_path):
         KernelImageProcessor(image_mean=[0.5])
     with pytest.raises(ValueError, match="num_channels must be 1 or 3, got 2"):
         KernelImageProcessor(num_channels=2)
+
+
+def test_a_checkpoint_has_config_and_weights_alone(tmp_path):
+    model = KernelLM(presets.lm("tiny", vocab_size=30, num_layers=1))
+    model.save_pretrained(tmp_path, whole=False)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    assert "auto_map" not in (tmp_path / "config.json").read_text()

@@ -83,26 +83,31 @@ class KernelModel(PreTrainedModel):
             )
         return (model, info) if told else model
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: Any, *args: Any, whole: bool = True, **kwargs: Any
+    ) -> None:
         """As in transformers, with how to load it; weights can be read where the config can.
 
-        Kernels that have replaced those of the config are written into the config.
+        Kernels that have replaced those of the config are written into the config. Without `whole`
+        there are config and weights alone, as in a checkpoint.
         """
         record(self, self.attention_by_field())
-        self.config.auto_map = {"AutoConfig": f"{LOADER}.{type(self.config).__name__}"}
+        if whole:
+            self.config.auto_map = {"AutoConfig": f"{LOADER}.{type(self.config).__name__}"}
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             # It belongs to the file beside the config, which the config alone does not have.
-            del self.config.auto_map
+            vars(self.config).pop("auto_map", None)
         folder = Path(save_directory)
-        if (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file():
+            return
+        if whole:
             write_loader(folder, self.config)
             write_card(folder, self.config)
         # safetensors makes files for their owner alone; the config follows the umask.
-        if (folder / "config.json").is_file():
-            for file in folder.glob("*.safetensors"):
-                shutil.copymode(folder / "config.json", file)
+        for file in folder.glob("*.safetensors"):
+            shutil.copymode(folder / "config.json", file)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

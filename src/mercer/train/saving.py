@@ -41,7 +41,7 @@ def save(trainer: KernelTrainer) -> None:
     chance = gather_random()
 
     def fill(path: Path) -> None:
-        trainer.task.save_model(trainer.model, weights, path)
+        trainer.model.save_pretrained(path, state_dict=weights, whole=False)
         save_file(numbers, path / "optimizer.safetensors")
         (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
         (path / "random.json").write_text(json.dumps(chance), encoding="utf-8")
