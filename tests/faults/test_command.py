@@ -120,7 +120,7 @@ def test_settings_nested_too_deeply(tmp_path):
 def fall(monkeypatch, error, capsys):
     """What the command says, and its code, if a command raises this."""
 
-    def fails():
+    def fails(**options):
         raise error
 
     monkeypatch.setattr("mercer.cli.commands.app", fails)
