@@ -227,7 +227,7 @@ class _Reader:
             raise self._wrong(node, "must have plain arguments, no * or **")
         # A kernel is an argument of a position, and of a kernel that changes another one.
         plain = name in KERNELS and names.get(name) not in kernels.CHANGED
-        inner = {} if plain else self.inner
+        inner = {} if plain or mine else self.inner
         args = [self._argument(a, inner) for a in node.args]
         named = {str(k.arg): self._argument(k.value, inner) for k in node.keywords}
         if mine:
