@@ -425,7 +425,7 @@ def on_call(owner, name, number, action):
 DEATHS = {
     "during an evaluation": (LanguageModel, "evaluate", 2),
     "before the rename of a checkpoint": (checkpoints.os, "rename", 2),
-    "after the last evaluation": (LanguageModel, "save_model", 3),
+    "after the last evaluation": (LanguageModel, "save_model", 1),
     "before the rename of the model": (checkpoints.os, "rename", 3),
     "before the result": (Folder, "finish", 1),
 }

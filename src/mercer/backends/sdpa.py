@@ -56,13 +56,17 @@ def _may_overflow(task: Task) -> bool:
     if task.device.type != "cpu" or not can_read(task.v):
         return False
     limit = torch.finfo(accumulator(task.v.dtype)).max / 4
-    return _bound(task, None) > limit and _bound(task, _seen(task)) > limit
+    if _bound(task, None) <= limit:
+        return False
+    mask = task.filter.sdpa(task.num_queries, task.num_keys, task.device)["attn_mask"]
+    return mask is None or _bound(task, mask) > limit
 
 
-def _bound(task: Task, seen: Tensor | None) -> float:
-    """At least the largest exponent, and the sums that lead to it, among these keys."""
+def _bound(task: Task, mask: Tensor | None) -> float:
+    """At least the largest exponent, and the sums that lead to it, among the keys of a mask."""
     bound = 0.0
     for f in task.term.factors:
+        seen = None if mask is None else _seen(mask, f.k.shape[1])
         scale = f.scale.detach().abs().max() if isinstance(f.scale, Tensor) else abs(f.scale)
         number = 0.0 if f.col is None else _largest(f.col.detach(), seen)
         features = None if seen is None else seen[..., None]
