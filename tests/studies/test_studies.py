@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mercer import studies
-from mercer.studies import Ledger, Shard, Study, Variant, curves
+from mercer.studies import Ledger, Shard, Study, Variant, conduct, curves
 from mercer.studies.screen import clock
 from mercer.studies.table import shorten
 
@@ -103,6 +103,17 @@ def test_every_system_runs_with_every_seed(tmp_path):
     settings = json.loads(lines[1])["settings"]
     assert settings["system_options"] == {"kernel": "RBF()"}
     assert settings["steps"] == 40
+
+
+def test_evaluations_get_the_seconds_of_the_logs_around_them():
+    history = [
+        {"step": 5, "bits_per_byte": 4.0}, {"step": 10, "loss": 3.0, "seconds": 2.0},
+        {"step": 15, "bits_per_byte": 3.0}, {"step": 20, "loss": 2.0, "seconds": 6.0},
+        {"step": 20, "bits_per_byte": 2.0},
+    ]  # fmt: skip
+    found = [entry.get("seconds") for entry in conduct.with_seconds(history)]
+    # Before the first log nothing is known.
+    assert found == [None, 2.0, 4.0, 6.0, 6.0]
 
 
 def test_running_again_runs_nothing(tmp_path):

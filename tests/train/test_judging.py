@@ -331,3 +331,17 @@ def test_threads_are_restored():
 def test_perplexity_beside_the_baseline(small):
     metrics = run(Settings(**small)).metrics
     assert 0 < metrics["unigram_loss"] < math.log(257) + 1
+
+
+def test_a_checkpoint_comes_at_least_once_a_minute(tmp_path, monkeypatch):
+    from mercer.train import conductor
+
+    monkeypatch.setattr(conductor, "MOST_LOST", 0.0)
+    path = tmp_path / "often"
+    settings = Settings(
+        tokenizer="bytes", steps=4, batch=2, length=32, save_every=100, eval_every=100,
+        eval_items=64, keep=10, output=str(path), device="cpu", samples=False,
+    )  # fmt: skip
+    assert run(settings).status == "done"
+    steps = {int(place.name.split("-")[1]) for place in (path / "checkpoints").iterdir()}
+    assert {2, 3, 4} <= steps

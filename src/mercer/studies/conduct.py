@@ -158,8 +158,29 @@ def as_record(job: Job, study: Study, result: Any, seconds: float) -> Record:
         settings=dict(job.settings),
         environment=dict(getattr(result, "environment", {})),
         # Losses of single steps stay in the folder of the job.
-        history=[dict(e) for e in result.history if study.metric.curve.key in e],
+        history=[e for e in with_seconds(result.history) if study.metric.curve.key in e],
     )
+
+
+def with_seconds(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a journal, each with the seconds of steps at its step, from the logs around."""
+    logs = {
+        entry["step"]: entry["seconds"]
+        for entry in history
+        if "seconds" in entry and "step" in entry
+    }
+    steps = sorted(logs)
+    found = []
+    for entry in history:
+        step, seconds = entry.get("step"), None
+        before = [s for s in steps if step is not None and s <= step]
+        after = [s for s in steps if step is not None and s >= step]
+        if before and after:
+            low, high = before[-1], after[0]
+            share = 0.0 if low == high else (step - low) / (high - low)
+            seconds = round(logs[low] + share * (logs[high] - logs[low]), 3)
+        found.append(dict(entry) if seconds is None else {**entry, "seconds": seconds})
+    return found
 
 
 def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:

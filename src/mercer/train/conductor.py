@@ -11,11 +11,17 @@ if TYPE_CHECKING:
     from .trainer import KernelTrainer
 
 
+# A run that is killed loses at most so many seconds of steps, however far apart its checkpoints.
+MOST_LOST = 60.0
+
+
 class Conductor(TrainerCallback):
     """Pass Trainer's events on, and decide what it does after a step."""
 
     def __init__(self, trainer: KernelTrainer) -> None:
         self.trainer = trainer
+        # Seconds of the run at its last checkpoint; None until its first step here.
+        self.saved: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.begin(state)
@@ -32,7 +38,9 @@ class Conductor(TrainerCallback):
         last = settings.steps is not None and step >= settings.steps
         log = last or step % _given(settings.log_every) == 0
         evaluate = not last and step % _given(settings.eval_every) == 0
-        save = last or step % _given(settings.save_every) == 0
+        self.saved = trainer.agreed_seconds if self.saved is None else self.saved
+        late = trainer.agreed_seconds - self.saved >= MOST_LOST
+        save = last or late or step % _given(settings.save_every) == 0
         trainer.learn(everything=last or save or evaluate)
         budget, seconds = trainer.judge.budget, trainer.agreed_seconds
         # Instead of an evaluation that would not end in time comes the last one.
@@ -50,6 +58,8 @@ class Conductor(TrainerCallback):
             control.should_training_stop = True
             log = evaluate = save = False
         control.should_log, control.should_evaluate = log, evaluate
+        if save:
+            self.saved = trainer.agreed_seconds
         control.should_save = save and trainer.checkpoints is not None
 
 
