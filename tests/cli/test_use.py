@@ -14,7 +14,7 @@ pytest.importorskip("PIL")
 
 from mercer import data, use
 from mercer.cli.commands import app
-from mercer.cli.train import next_steps
+from mercer.cli.outcome import next_steps
 from mercer.data.grammar import draw_pairs
 from mercer.train import Settings, run
 from mercer.use.generate import _make_draw

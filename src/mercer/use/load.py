@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from .. import models, stored
+from .. import models, own, stored
 from ..data import DataError, Look
 from ..data.tokens import WITH_IDS
 from ..data.tokens import load as load_tokenizer
+from ..models.config import PARTS, SPELLED
 from ..train import Settings
 from ..train.checkpoints import Checkpoints
 from ..train.run import quiet
@@ -58,6 +59,7 @@ def load(
     *,
     task: str | None = None,
     device: str | None = None,
+    trust_kernels: own.Trust = None,
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Trained:
@@ -68,13 +70,18 @@ def load(
             not ended, the last checkpoint is taken.
         task: "lm", "translation" or "vision"; a model of another task is then a ValueError.
         device: "cpu", "cuda", …; by default cuda where there is one.
+        trust_kernels: files and modules to import for the kernels that the model names; a stored
+            text alone imports nothing.
         say: called with a message, such as that the run has not ended.
         options: passed on to `from_pretrained`.
     """
     say = say or (lambda text: None)
     place = choose_device(device)
     weights, run = find(Path(path).expanduser(), say)
-    settings = None if run is None else Settings.read(run / "config.json").resolve()
+    trust = own.trusted(trust_kernels)
+    settings: Settings | None = None
+    if run is not None:
+        settings = replace(Settings.read(run / "config.json").resolve(), trust_kernels=trust)
     config = _read_config(weights)
     kinds = {kind.config_class.model_type: name for name, (kind, *_) in KINDS.items()}
     if (found := kinds.get(config["model_type"])) is None:
@@ -87,7 +94,11 @@ def load(
             f"{path} is {KINDS[found][1]}, not {KINDS[task][1]}; it is used by: "
             f"{KINDS[found][2].format(path)}"
         )
+    needed = own.sources(*(config.get(name) for name in (*PARTS, *SPELLED)))
+    if missing := own.untrusted(needed, trust):
+        raise own.Untrusted(missing, f"the model in {weights}")
     with quiet():
+        options["trust_kernels"] = trust
         model = _read_weights(KINDS[found][0], weights, options).to(place).eval()
         trained = Trained(
             task=found, model=model, device=place, path=weights, run=run, settings=settings
