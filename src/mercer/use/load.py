@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[Any, str, str]] = {
     "lm": (models.KernelLM, "a language model", "mercer generate {} 'Once upon a time'"),
     "translation": (models.KernelTranslator, "a translator", "mercer translate {} 'a sentence'"),
     "vision": (models.KernelViT, "an image classifier", "mercer classify {} image.png"),
+    "recall": (models.KernelLM, "a model that recalls values", "mercer evaluate {} --split test"),
 }
 
 
@@ -40,7 +41,7 @@ class Trained:
 
     task: str
     model: Any
-    # Of language models and translators.
+    # Of language models of text and translators.
     tokenizer: Any = None
     # Of image classifiers.
     look: Look | None = None
@@ -68,7 +69,7 @@ def load(
     Args:
         path: `runs/NAME`, `runs/NAME/model`, or any folder of `save_pretrained`. Of a run that has
             not ended, the last checkpoint is taken.
-        task: "lm", "translation" or "vision"; a model of another task is then a ValueError.
+        task: "lm", "translation", "vision" or "recall"; a model of another is then a ValueError.
         device: "cpu", "cuda", …; by default cuda where there is one.
         trust_kernels: files and modules to import for the kernels that the model names; a stored
             text alone imports nothing.
@@ -83,7 +84,13 @@ def load(
     if run is not None:
         settings = replace(Settings.read(run / "config.json").resolve(), trust_kernels=trust)
     config = _read_config(weights)
-    kinds = {kind.config_class.model_type: name for name, (kind, *_) in KINDS.items()}
+    # A model of associative recall is a language model, but in its run.
+    recalls = settings is not None and settings.task == "recall"
+    kinds = {
+        kind.config_class.model_type: name
+        for name, (kind, *_) in KINDS.items()
+        if name != ("lm" if recalls else "recall")
+    }
     if (found := kinds.get(config["model_type"])) is None:
         raise ValueError(
             f"{weights} holds a model of type {config['model_type']!r}, which is none of Mercer's: "
@@ -105,6 +112,8 @@ def load(
         )
         if found == "vision":
             return replace(trained, look=_read_look(trained))
+        if found == "recall":
+            return trained
         return replace(trained, tokenizer=_read_tokenizer(trained))
 
 
