@@ -14,7 +14,7 @@ ROOT = Path(mercer.__file__).parent
 
 # Folders and files of the package; each may import only what stands before it.
 ORDER = [
-    ("names", "interrupt"),
+    ("names", "interrupt", "table"),
     ("opaque", "memory", "lock", "stored"),
     ("filters",),
     ("term",),

@@ -12,7 +12,7 @@ import torch
 from .explain import explain
 from .filters import FILTERS, Causal, Filter
 from .kernels import KERNELS, Exponential, Kernel
-from .systems import Table
+from .table import Table
 from .testing.cases import Shape, inputs, taking
 
 # A call in training: few numbers, but of a usual width.

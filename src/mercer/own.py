@@ -29,6 +29,22 @@ OWN = re.compile(
 )
 
 
+class Untrusted(ValueError):
+    """A text needs files or modules that are not in trust."""
+
+    def __init__(self, sources: Sequence[str], what: str = "this") -> None:
+        super().__init__(sources, what)
+        self.sources = list(sources)
+        names = ", ".join(sources)
+        self.reason = f"{what} needs kernels of {names}, and a text alone imports nothing"
+
+    def __str__(self) -> str:
+        first, *more = self.sources
+        kind = "code" if more else "file" if first.endswith(".py") else "module"
+        given = self.sources if more else first
+        return f"{self.reason}: if you trust this {kind}, pass trust_kernels={given!r}"
+
+
 def split(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
     """The text with a plain name for each `source:Name`, and what each of these stands for."""
     found: dict[str, tuple[str, str]] = {}
@@ -216,19 +232,10 @@ def _chosen(source: str, trust: Sequence[str]) -> str:
     most = max(shared.values(), default=0)
     found = [name for name, count in shared.items() if count == most]
     if not most:
-        raise distrust(source)
+        raise Untrusted([source])
     if len(found) > 1:
         raise ValueError(f"{source} may be {' or '.join(found)}: trust one of them")
     return found[0]
-
-
-def distrust(source: str) -> ValueError:
-    """The error for a source that is not in trust."""
-    kind = "file" if source.endswith(".py") else "module"
-    return ValueError(
-        f"this needs kernels of {source}, and a text alone imports nothing: if you trust this "
-        f"{kind}, pass trust_kernels={source!r}"
-    )
 
 
 def _common(a: str, b: str) -> int:

@@ -67,7 +67,7 @@ def filter(text: str, trust: Trust = None) -> Filter:
 
 def write(kernel: Kernel) -> tuple[str, tuple[str, ...]]:
     """The text of a kernel, and the files or modules that it needs; ValueError if it has none."""
-    if type(kernel) in (Sum, Product):
+    if type(kernel) is Sum or type(kernel) is Product:
         texts, trusts = zip(*map(write, kernel), strict=True)
         if isinstance(kernel, Product):
             texts = tuple(

@@ -29,6 +29,7 @@ from .nn import (
     TokenKernels,
 )  # fmt: skip
 from .nn.positions import POSITIONS
+from .table import Table
 from .term.features import Features
 
 Attention = KernelAttention | GaussianAttention
@@ -282,28 +283,6 @@ def is_gaussian(name: str | None) -> bool:
 def has_token_kernels(name: str | None) -> bool:
     """Whether this system has token kernels."""
     return name in SYSTEMS and SYSTEMS[name].token_kernels
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under named columns; `print` it."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __str__(self) -> str:
-        lines = [self.columns, *self.rows]
-        widths = [max(len(line[n]) for line in lines) for n in range(len(self.columns))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
 
 
 def table() -> Table:

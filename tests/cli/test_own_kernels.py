@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("accelerate")
 
-from mercer import models, studies
+from mercer import models, studies, use
 from mercer.cli.commands import app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_kernel.py"
@@ -78,6 +78,77 @@ def test_a_kernel_of_ones_own_trains_and_goes_on(invoke):
     Path("own_kernel.py").write_text(EXAMPLE.read_text() + "\n# changed\n")
     named = invoke("train lm --output run --resume --kernel 'own_kernel.py:Secant(heads=2)'")
     assert "kernel_files was" in named.output
+
+
+def test_its_run_is_used_by_the_commands_that_are_printed(invoke):
+    done = invoke(f"train lm --kernel 'own_kernel.py:Secant(heads=2)' {SMALL} --output run")
+    used = [line.strip() for line in done.output.splitlines() if line.startswith("  mercer ")]
+    trust = "--trust-kernels own_kernel.py"
+    assert used == [
+        f"mercer generate run {trust} 'The'",
+        f"mercer evaluate run {trust} --data FILE",
+    ]
+    done = invoke(used[0].removeprefix("mercer ") + " --tokens 4")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("The")
+    done = invoke(f"evaluate run {trust} --eval-items 32 --json")
+    assert done.exit_code == 0, done.output
+    # Two windows of 16 tokens, which share one.
+    assert json.loads(done.output)["eval_tokens"] == 30
+    assert use.load("run", trust_kernels="own_kernel.py").settings.untrusted == ()
+    # As if it were not saved with the model, so that the task of the run makes it.
+    for file in Path("run/model").glob("*token*"):
+        file.unlink()
+    done = invoke(f"generate run {trust} The --tokens 4")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "lacks"),
+    [
+        ("generate {} The", "lm", "no tokenizer"),
+        ("translate {} Katze", "translator", "no tokenizer"),
+        ("classify {} cat.png", "vit", "no image processor"),
+        ("evaluate {} --data FILE", "translator", "no tokenizer"),
+    ],
+)
+def test_a_model_is_used_only_with_trust(invoke, command, name, lacks):
+    kind = {"lm": models.KernelLM, "translator": models.KernelTranslator, "vit": models.KernelViT}
+    sizes = {} if name == "vit" else {"vocab_size": 20}
+    text = "own_kernel.py:Secant(2.0) * own_kernel.py:Squashed()"
+    config = getattr(models.presets, name)(
+        "tiny", **sizes, kernel=text, trust_kernels="own_kernel.py"
+    )
+    kind[name](config).save_pretrained("saved")
+    done = invoke(command.format("saved"))
+    assert done.exit_code == 2
+    assert done.output.strip() == (
+        "error: the model in saved needs kernels of own_kernel.py, and a text alone imports "
+        "nothing: if you trust it, add --trust-kernels own_kernel.py"
+    )
+    with pytest.raises(ValueError, match=r"this file, pass trust_kernels='own_kernel\.py'"):
+        use.load("saved")
+    trusted = invoke(command.format("saved --trust-kernels own_kernel.py"))
+    assert lacks in trusted.output
+    wrong = invoke(command.format("saved --trust-kernels none.py"))
+    assert wrong.exit_code == 2
+    assert "there is no file none.py in" in wrong.output
+
+
+def test_every_file_that_a_model_needs_is_named(invoke):
+    texts = ["own_kernel.py:Secant(2.0)", None]
+    config = models.presets.lm("tiny", vocab_size=20, kernel=texts, trust_kernels="own_kernel.py")
+    models.KernelLM(config).save_pretrained("saved")
+    stored = json.loads(Path("saved/config.json").read_text())
+    stored["position"] = ["mine.places:Own()", None]
+    Path("saved/config.json").write_text(json.dumps(stored))
+    done = invoke("generate saved The")
+    assert "needs kernels of own_kernel.py, mine.places," in done.output
+    assert "add --trust-kernels own_kernel.py --trust-kernels mine.places" in done.output
+    with pytest.raises(ValueError, match=r"this code, .*=\['own_kernel.py', 'mine.places'\]"):
+        use.load("saved")
+    done = invoke("generate saved The --trust-kernels own_kernel.py")
+    assert "if you trust it, add --trust-kernels mine.places" in done.output
 
 
 ROOT = EXAMPLE.parents[1]

@@ -14,7 +14,7 @@ pytest.importorskip("PIL")
 
 from mercer import data, use
 from mercer.cli.commands import app
-from mercer.cli.train import next_steps
+from mercer.cli.outcome import next_steps
 from mercer.data.grammar import draw_pairs
 from mercer.train import Settings, run
 from mercer.use.generate import _make_draw
@@ -362,6 +362,31 @@ def test_ctrl_c_and_a_closed_pipe_end_it(invoke, monkeypatch, capsys):
     monkeypatch.setattr("os.dup2", lambda *handles: None)
     done = invoke("generate", "runs/lm", "the")
     assert (done.exit_code, done.output) == (141, "")
+
+
+def test_a_model_that_recalls_is_scored_as_its_training_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"vocabulary": 64, "pairs": [2], "held_out_pairs": [2, 4]}
+    settings = Settings(
+        task="recall", steps=2, batch=2, length=16, data_options=options, output="run",
+        eval_items=20, device="cpu",
+    )  # fmt: skip
+    (command,) = next_steps("recall", settings, run(settings))
+    cli = CliRunner(env={"COLUMNS": "200"})
+    done = cli.invoke(app, [*command.split()[1:], "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    scores = json.loads((tmp_path / "run" / "evaluations" / "test" / "scores.json").read_text())
+    for pairs in (2, 4):
+        assert f"{pairs} pairs      {scores[f'accuracy_{pairs}']:.2%}" in done.output
+    assert scores["accuracy"] == (scores["accuracy_2"] + scores["accuracy_4"]) / 2
+    for arguments, message in (
+        (["generate", "run", "The"], "run is a model that recalls values, not a language model"),
+        (["evaluate", "run", "--data", "x.txt"], "draws its data and takes no data, got 'x.txt'"),
+        (["evaluate", "run", "--split", "all"], "split must be valid or test, got 'all'"),
+    ):
+        done = cli.invoke(app, arguments)
+        assert done.exit_code == 2
+        assert message in done.output
 
 
 def test_training_says_what_to_do_next(runs):

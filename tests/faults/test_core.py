@@ -161,6 +161,19 @@ def test_a_huge_key_changes_no_row_that_does_not_see_it(filter, kernel, backend,
     assert mc.explain(kernel, q, k, v, filter=filter).refusals.get("sdpa") is None
 
 
+@pytest.mark.parametrize("kernel", [mc.Exponential(), mc.RBF(30.0)], ids=repr)
+@torch.no_grad()
+def test_a_huge_key_that_its_head_hides_is_no_reason(kernel):
+    q, k, v = inputs(1, width=64)
+    mask = torch.ones(1, k.shape[1], KEYS, KEYS, dtype=torch.bool)
+    k[:, 0, 20], mask[:, 0, :, 20] = 1e38, False
+    said = mc.explain(kernel, q, k, v, filter=mc.Mask(mask))
+    assert "sdpa" not in said.refusals
+    k[:, 1, 20] = 1e38
+    said = mc.explain(kernel, q, k, v, filter=mc.Mask(mask))
+    assert "a product may overflow" in said.refusals["sdpa"]
+
+
 # A number that is visible and does not fit float16: kernel, what is multiplied, the reason.
 TOO_LARGE = {
     "key": (lambda: mc.RBF(), ("k", 800.0), "number of a key"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import listing, systems
+from .. import listing, systems, table
 
 Plain = Annotated[bool, typer.Option("--plain", help="One line each, for a pipe.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -59,7 +59,7 @@ def _caption() -> str:
 
 
 def _print(
-    rows: systems.Table, plain: bool, as_json: bool, caption: str, narrow: tuple[str, ...]
+    rows: table.Table, plain: bool, as_json: bool, caption: str, narrow: tuple[str, ...]
 ) -> None:
     if as_json:
         typer.echo(json.dumps(list(rows), indent=2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .outcome import again, report
 from .train_options import (
     Accumulate,
     BandwidthRate,
@@ -68,7 +68,7 @@ from .train_options import (
 )
 
 if TYPE_CHECKING:
-    from ..train import Result, Settings
+    from ..train import Settings
 
 app = typer.Typer(
     help="Train a language model, a translator or a vision transformer with any attention, "
@@ -77,10 +77,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-
-# Exit codes: 0 done, 1 out of disk or memory, 2 a wrong option, 3 not converged,
-# 4 an error that nothing expected (see main.py), 128 + n stopped by signal n.
-NOT_CONVERGED = 3
 
 # Options with another name than their setting.
 PAIRS = {"options": "system_options", "sets": "overrides", "data_options": "data_options"}
@@ -264,8 +260,8 @@ def _train(task: str, given: dict[str, Any]) -> None:
     except Elsewhere:
         raise typer.Exit(1) from None
     except train.DiskFull as error:
-        again = "" if settings is None else f"; make room, then: {_again(task, settings)}"
-        _fail(f"{error.strerror}{again}", code=1)
+        then = "" if settings is None else f"; make room, then: {again(task, settings)}"
+        _fail(f"{error.strerror}{then}", code=1)
     except torch.OutOfMemoryError:
         _fail(
             "the GPU is out of memory: use more --accumulate (the same result in smaller "
@@ -286,7 +282,7 @@ def _train(task: str, given: dict[str, Any]) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    _report(console, task, settings, result)
+    report(console, task, settings, result)
 
 
 def _settings(task: str, given: dict[str, Any]) -> Settings:
@@ -321,10 +317,10 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
                 )
             settings = replace(stored, **wanted, resume=True)
             if missing := settings.untrusted:
-                again = _again(task, replace(settings, trust_kernels=missing))
+                command = again(task, replace(settings, trust_kernels=missing))
                 raise ValueError(
                     f"the run in {settings.output} needs kernels of {', '.join(missing)}, and a "
-                    f"stored text alone imports nothing: if you trust this code, {again}"
+                    f"stored text alone imports nothing: if you trust this code, {command}"
                 )
             return settings
         if set(wanted) == {"output", "trust_kernels"}:
@@ -343,66 +339,6 @@ def _settings(task: str, given: dict[str, Any]) -> Settings:
 def _said(value: Any) -> bool:
     empty = isinstance(value, list | tuple) and not value
     return value is not None and value is not False and not empty
-
-
-def _again(task: str, settings: Settings) -> str:
-    trust = [word for name in settings.trust_kernels for word in ("--trust-kernels", name)]
-    words = ["mercer", "train", task, "--output", str(settings.output), "--resume", *trust]
-    return shlex.join(words)
-
-
-def _report(console: Console, task: str, settings: Settings, result: Result) -> None:
-    """Print how it ended, in two or three lines, and return the exit code."""
-    from ..train.screen import duration, metric_words
-
-    if result.status == "stopped":
-        console.print(
-            f"stopped after step {result.steps}, with a checkpoint; to go on: "
-            f"[bold]{escape(_again(task, settings))}[/]",
-            soft_wrap=True,
-        )
-        raise typer.Exit(128 + result.signal)
-    if result.status.startswith("not converged at"):
-        _lost(console, result, "the loss is not finite. A smaller --lr or --clip may help.")
-    speed = result.tokens_per_second
-    pace = "" if speed is None else f", {speed:,.0f} tokens/s"
-    console.print(f"done: {result.steps} steps in {duration(result.seconds)}{pace}")
-    console.print(f"[bold]validation[/]  {metric_words(result.metrics)}")
-    tested = {n.removeprefix("test_"): x for n, x in result.metrics.items() if n[:5] == "test_"}
-    if tested:
-        console.print(f"[bold]test[/]        {metric_words(tested)}")
-    if "signature" in result.metrics:
-        console.print(f"sacrebleu   {escape(result.metrics['signature'])}", soft_wrap=True)
-    if result.folder is not None:
-        console.print(f"the model is in {escape(result.folder)}/model; to use it:")
-        for command in next_steps(task, settings, result):
-            console.print(f"  [bold]{escape(command)}[/]", soft_wrap=True)
-    if not result.converged:
-        loss, plain = (f"{result.metrics[name]:.3f}" for name in ("eval_loss", "unigram_loss"))
-        why = f"a loss of {loss}, no better than that of token frequencies, {plain}"
-        _lost(console, result, f"{why}. More --steps or a larger --lr may help.")
-
-
-def _lost(console: Console, result: Result, why: str) -> NoReturn:
-    console.print(f"[red]{result.status}[/]: {why}", soft_wrap=True)
-    raise typer.Exit(NOT_CONVERGED)
-
-
-def next_steps(task: str, settings: Settings, result: Result) -> list[str]:
-    """The commands that use the model of a run."""
-    folder = shlex.quote(str(result.folder))
-    embedded = settings.data == "embedded"
-    first = {
-        "lm": f"mercer generate {folder} 'The'",
-        "translation": f"mercer translate {folder} "
-        + ("'Die Katze schläft.'" if embedded else "< FILE"),
-        "vision": f"mercer classify {folder} IMAGE.png",
-    }
-    if task == "recall":
-        return [f"mercer evaluate {folder} --split test"]
-    untested = result.test_split and settings.split != "test"
-    other = "" if task == "vision" else " --data FILE"
-    return [first[task], f"mercer evaluate {folder}" + (" --split test" if untested else other)]
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

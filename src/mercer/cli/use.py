@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .. import own
+from .outcome import trust_words
 from .train_options import read_pairs
 
 # The reader of a pipe has closed it: 128 + the number of SIGPIPE.
@@ -31,6 +34,14 @@ Run = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; cuda where there is one.")]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust-kernels",
+        help="A file or module to import for the kernels of this model; may be repeated.",
+        metavar="FILE",
+    ),
+]
 Beams = Annotated[int | None, typer.Option(help="Beams of the search; those of the run, or 4.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -56,6 +67,7 @@ def run_generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
     device: Device = None,
+    trust_kernels: Trust = None,
 ) -> None:
     """Continue a text with a trained language model, token by token.
 
@@ -72,7 +84,7 @@ def run_generate(
     """
     with _answers() as use:
         text = " ".join(prompt) if prompt else "\n".join(_lines("a prompt"))
-        trained = use.load(run, task="lm", device=device, say=_say)
+        trained = use.load(run, task="lm", device=device, trust_kernels=trust_kernels, say=_say)
         pieces = use.generate(
             trained, text, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             seed=seed, say=_say,
@@ -97,6 +109,7 @@ def run_translate(
         typer.Option(help="Lines at a time; 32, or 1 where lines come one by one."),
     ] = None,
     device: Device = None,
+    trust_kernels: Trust = None,
 ) -> None:
     """Translate with a trained translator: a line for each line, as they come.
 
@@ -109,7 +122,9 @@ def run_translate(
     faster.
     """
     with _answers() as use:
-        trained = use.load(run, task="translation", device=device, say=_say)
+        trained = use.load(
+            run, task="translation", device=device, trust_kernels=trust_kernels, say=_say
+        )
         lines: Iterator[str] = iter(sentences) if sentences else _lines("lines to translate")
         size = batch or (32 if sentences or _is_file(sys.stdin) else 1)
         for text in use.translate(trained, lines, beams=beams, batch=size):
@@ -124,6 +139,7 @@ def run_classify(
     top: Annotated[int, typer.Option(help="How many classes of each image.")] = 3,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 32,
     device: Device = None,
+    trust_kernels: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Name the class of images with a trained vision transformer.
@@ -136,7 +152,7 @@ def run_classify(
     separated by tabs. Images are resized and cut to the model's square, as for training.
     """
     with _answers() as use:
-        trained = use.load(run, task="vision", device=device, say=_say)
+        trained = use.load(run, task="vision", device=device, trust_kernels=trust_kernels, say=_say)
         found = []
         for guess in use.classify(trained, images, top=top, batch=batch):
             if not as_json:
@@ -185,6 +201,7 @@ def run_evaluate(
         ),
     ] = None,
     device: Device = None,
+    trust_kernels: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Score a trained model: perplexity and bits per byte, BLEU, or accuracy.
@@ -198,7 +215,7 @@ def run_evaluate(
     (predictions.tsv).
     """
     with _answers() as use:
-        trained = use.load(run, device=device, say=_say)
+        trained = use.load(run, device=device, trust_kernels=trust_kernels, say=_say)
         with Console(stderr=True).status("scoring"):
             judged = use.evaluate(
                 trained, data, split=split, output=output,
@@ -243,6 +260,8 @@ def _answers() -> Iterator[Any]:
         raise typer.Exit(PIPE_CLOSED) from None
     except torch.OutOfMemoryError:
         _fail("the GPU is out of memory: use a smaller --batch, or --device cpu", code=1)
+    except own.Untrusted as error:
+        _fail(f"{error.reason}: if you trust it, add {shlex.join(trust_words(error.sources))}")
     except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))
     except OSError as error:

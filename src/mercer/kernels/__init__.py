@@ -6,6 +6,8 @@ from .base import Power as Power
 from .base import Product as Product
 from .base import Scaled as Scaled
 from .base import Sum as Sum
+from .bias import ALiBi as ALiBi
+from .bias import Buckets as Buckets
 from .distance import RBF as RBF
 from .distance import AdaptiveRBF as AdaptiveRBF
 from .distance import Distance as Distance
@@ -17,8 +19,6 @@ from .dot import Exponential as Exponential
 from .dot import Linear as Linear
 from .dot import Polynomial as Polynomial
 from .entry import Entry
-from .position import ALiBi as ALiBi
-from .position import Buckets as Buckets
 from .position import Lookup as Lookup
 from .position import RelativeSinusoid as RelativeSinusoid
 from .stationary import ARD as ARD

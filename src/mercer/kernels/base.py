@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import mul
-from typing import Any, ClassVar, Self, TypeGuard
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,41 +12,11 @@ from torch import Tensor, nn
 from ..term.features import Features, Input
 from ..term.layout import accumulator
 from ..term.term import Term
+from .arguments import as_text, is_finite, is_number
 from .entry import Entry
 from .positive import Positive, hold, log_of
 
 MAX_TERMS = 64
-# The longest list that is kept as text.
-MAX_LISTED = 1024
-
-
-def as_text(args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """The arguments of a call as text; None if one is not a number, a string or a list of these."""
-    texts = []
-    for name, x in (*(("", x) for x in args), *named.items()):
-        each = x if isinstance(x, list | tuple) else [x]
-        if len(each) > MAX_LISTED or not all(_is_literal(one) for one in each):
-            return None
-        texts.append(f"{name}={x!r}" if name else repr(x))
-    return ", ".join(texts)
-
-
-def _is_literal(x: Any) -> bool:
-    if type(x) is float:
-        return math.isfinite(x)
-    return x is None or type(x) in (bool, int, str)
-
-
-def is_number(x: object) -> TypeGuard[float]:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
-def is_finite(number: float) -> bool:
-    """Whether a number is finite as a float; whole numbers may be larger than any float."""
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
 
 
 class Kernel(nn.Module):

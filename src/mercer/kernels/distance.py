@@ -21,7 +21,8 @@ from ..term.features import Input
 from ..term.layout import accumulator
 from ..term.links import Link, Matern12, Matern32, Matern52, Rational
 from ..term.term import Term
-from .base import Kernel, is_finite
+from .arguments import is_finite
+from .base import Kernel
 from .entry import Entry, normal
 from .positive import MOST, check_size
 

@@ -11,7 +11,8 @@ from ..term.features import Input
 from ..term.layout import accumulator
 from ..term.links import Power
 from ..term.term import Term
-from .base import Kernel, is_finite
+from .arguments import is_finite
+from .base import Kernel
 from .entry import Entry
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from .. import own, parse
 from ..kernels import Kernel
-from ..kernels.base import is_finite
+from ..kernels.arguments import is_finite
 from ..names import suggest
 from ..nn import TokenKernels
 from .block import check_block

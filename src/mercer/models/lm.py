@@ -15,10 +15,11 @@ from ..filters import Filter, Window
 from ..kernels import Kernel
 from ..nn import SegmentMemory, layer_windows
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
+from .base import KernelModel, check_ids, embed_places, read_mask, scale_of
 from .block import Block, Weights, norm_of
 from .cache import KernelCache
 from .config import token_kernels
+from .decoding import Decoding, keep_last
 from .filters import with_padding
 from .lm_config import KernelLMConfig
 from .parts import Place

@@ -19,10 +19,11 @@ from transformers.utils.generic import can_return_tuple
 from ..filters import Filter, Padding
 from ..kernels import Kernel
 from ..nn import KernelAttention
-from .base import Decoding, KernelModel, check_ids, embed_places, keep_last, read_mask, scale_of
+from .base import KernelModel, check_ids, embed_places, read_mask, scale_of
 from .block import Block, Weights
 from .cache import KernelCache
 from .config import token_kernels
+from .decoding import Decoding, keep_last
 from .filters import join, with_padding
 from .parts import Place, Role, build
 from .patched import remember

@@ -8,9 +8,9 @@ from .cache import SegmentMemory as SegmentMemory
 from .embeddings import Learned as Learned
 from .embeddings import Sinusoid as Sinusoid
 from .gaussian import GaussianAttention as GaussianAttention
+from .grid import Grid2D as Grid2D
 from .positions import ALiBi as ALiBi
 from .positions import DirectSum as DirectSum
-from .positions import Grid2D as Grid2D
 from .positions import LookupTable as LookupTable
 from .positions import NoPosition as NoPosition
 from .positions import Position as Position

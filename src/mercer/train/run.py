@@ -84,8 +84,8 @@ def run(
             stored: give it again to resume.
     """
     settings = settings.resolve()
-    for source in settings.untrusted:
-        raise own.distrust(source)
+    if missing := settings.untrusted:
+        raise own.Untrusted(missing)
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda cannot be used here: torch finds no GPU; give device cpu")
     with TURNS, quiet(), kept_random():

@@ -122,4 +122,6 @@ def words(judged: Judged) -> Sequence[tuple[str, str]]:
         "eval_loss": ("loss (nats)", ".4f"), "eval_tokens": ("tokens", ",d"),
     }  # fmt: skip
     found = judged.figures
-    return [(text, format(found[n], form)) for n, (text, form) in names.items() if n in found]
+    rows = [(text, format(found[n], form)) for n, (text, form) in names.items() if n in found]
+    pairs = {n.removeprefix("accuracy_"): x for n, x in found.items() if n[:9] == "accuracy_"}
+    return [*rows, *((f"{n} pairs", f"{x:.2%}") for n, x in pairs.items())]

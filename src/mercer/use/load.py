@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from .. import models, stored
+from .. import models, own, stored
 from ..data import DataError, Look
 from ..data.tokens import WITH_IDS
 from ..data.tokens import load as load_tokenizer
+from ..models.config import PARTS, SPELLED
 from ..train import Settings
 from ..train.checkpoints import Checkpoints
 from ..train.run import quiet
@@ -30,6 +31,7 @@ KINDS: dict[str, tuple[Any, str, str]] = {
     "lm": (models.KernelLM, "a language model", "mercer generate {} 'Once upon a time'"),
     "translation": (models.KernelTranslator, "a translator", "mercer translate {} 'a sentence'"),
     "vision": (models.KernelViT, "an image classifier", "mercer classify {} image.png"),
+    "recall": (models.KernelLM, "a model that recalls values", "mercer evaluate {} --split test"),
 }
 
 
@@ -39,7 +41,7 @@ class Trained:
 
     task: str
     model: Any
-    # Of language models and translators.
+    # Of language models of text and translators.
     tokenizer: Any = None
     # Of image classifiers.
     look: Look | None = None
@@ -58,6 +60,7 @@ def load(
     *,
     task: str | None = None,
     device: str | None = None,
+    trust_kernels: own.Trust = None,
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Trained:
@@ -66,17 +69,28 @@ def load(
     Args:
         path: `runs/NAME`, `runs/NAME/model`, or any folder of `save_pretrained`. Of a run that has
             not ended, the last checkpoint is taken.
-        task: "lm", "translation" or "vision"; a model of another task is then a ValueError.
+        task: "lm", "translation", "vision" or "recall"; a model of another is then a ValueError.
         device: "cpu", "cuda", …; by default cuda where there is one.
+        trust_kernels: files and modules to import for the kernels that the model names; a stored
+            text alone imports nothing.
         say: called with a message, such as that the run has not ended.
         options: passed on to `from_pretrained`.
     """
     say = say or (lambda text: None)
     place = choose_device(device)
     weights, run = find(Path(path).expanduser(), say)
-    settings = None if run is None else Settings.read(run / "config.json").resolve()
+    trust = own.trusted(trust_kernels)
+    settings: Settings | None = None
+    if run is not None:
+        settings = replace(Settings.read(run / "config.json").resolve(), trust_kernels=trust)
     config = _read_config(weights)
-    kinds = {kind.config_class.model_type: name for name, (kind, *_) in KINDS.items()}
+    # A model of associative recall is a language model, but in its run.
+    recalls = settings is not None and settings.task == "recall"
+    kinds = {
+        kind.config_class.model_type: name
+        for name, (kind, *_) in KINDS.items()
+        if name != ("lm" if recalls else "recall")
+    }
     if (found := kinds.get(config["model_type"])) is None:
         raise ValueError(
             f"{weights} holds a model of type {config['model_type']!r}, which is none of Mercer's: "
@@ -87,13 +101,19 @@ def load(
             f"{path} is {KINDS[found][1]}, not {KINDS[task][1]}; it is used by: "
             f"{KINDS[found][2].format(path)}"
         )
+    needed = own.sources(*(config.get(name) for name in (*PARTS, *SPELLED)))
+    if missing := own.untrusted(needed, trust):
+        raise own.Untrusted(missing, f"the model in {weights}")
     with quiet():
+        options["trust_kernels"] = trust
         model = _read_weights(KINDS[found][0], weights, options).to(place).eval()
         trained = Trained(
             task=found, model=model, device=place, path=weights, run=run, settings=settings
         )
         if found == "vision":
             return replace(trained, look=_read_look(trained))
+        if found == "recall":
+            return trained
         return replace(trained, tokenizer=_read_tokenizer(trained))
 
 

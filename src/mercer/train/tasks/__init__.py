@@ -1,0 +1,19 @@
+"""The tasks: language modelling, translation, vision, associative recall.
+
+A task has the data, the model, the loss and the evaluation. The trainer is the same for all.
+"""
+
+from collections.abc import Callable
+
+from .language import LanguageModel as LanguageModel
+from .recall import Recall as Recall
+from .task import Task as Task
+from .translation import Translation as Translation
+from .vision import Vision as Vision
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "lm": LanguageModel,
+    "translation": Translation,
+    "vision": Vision,
+    "recall": Recall,
+}
