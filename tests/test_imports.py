@@ -15,7 +15,7 @@ ROOT = Path(mercer.__file__).parent
 # Folders and files of the package; each may import only what stands before it.
 ORDER = [
     ("names", "interrupt", "table"),
-    ("opaque", "memory", "lock", "stored"),
+    ("opaque", "memory", "storage"),
     ("filters",),
     ("term",),
     ("kernels", "backends"),
@@ -28,7 +28,6 @@ ORDER = [
     ("testing",),
     ("__init__",),
     ("own",),
-    ("bench", "listing"),
     ("parse",),
     ("bench",),
     ("data",),

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 import mercer as mc
-from mercer import listing
+from mercer.cli import listing
 from mercer.cli.commands import app
 from mercer.filters import FILTERS
 from mercer.kernels import KERNELS

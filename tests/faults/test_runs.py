@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("accelerate")
 
-from mercer import lock as locks
 from mercer import studies
 from mercer.cli.train import app
 from mercer.data import cache as caches
-from mercer.lock import Lock
+from mercer.storage import lock as locks
+from mercer.storage.lock import Lock
 from mercer.studies import Ledger, Study
 from mercer.studies.ledger import Record
 from mercer.train import Settings, board, checkpoints, folder, run

@@ -32,7 +32,7 @@ from ..kernels import (
     Scaled,
 )
 from ..kernels.entry import normal
-from ..lock import Lock
+from ..storage.lock import Lock
 from ..testing.cases import Case, Shape, rounding_of
 from . import catalogue
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import listing, systems, table
+from .. import systems, table
+from . import listing
 
 Plain = Annotated[bool, typer.Option("--plain", help="One line each, for a pipe.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..lock import Lock
+from ..storage.lock import Lock
 from .curves import draw_curves
 from .ledger import TUNING, Ledger, Record, Shard, claim
 from .measure import Trained

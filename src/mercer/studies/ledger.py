@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .. import stored
-from ..lock import Lock
+from ..storage import stored
+from ..storage.lock import Lock
 
 MAIN = "results.jsonl"
 # The folder of a study in which its trials are.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..bench import machine
-from ..lock import Lock
+from ..storage.lock import Lock
 from .checkpoints import full_disk
 from .settings import Settings
 

@@ -21,8 +21,9 @@ from safetensors.torch import load_model
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from .. import own, stored
+from .. import own
 from ..models.count import count
+from ..storage import stored
 from .board import Board
 from .checkpoints import Checkpoints, replacing, told_if_full
 from .distributed import Team

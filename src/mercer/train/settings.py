@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .. import own, parse, stored
+from .. import own, parse
 from ..kernels import Kernel
+from ..storage import stored
 
 TASKS = ("lm", "translation", "vision", "recall")
 DTYPES = ("float32", "bfloat16")

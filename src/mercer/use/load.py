@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from .. import models, own, stored
+from .. import models, own
 from ..data import DataError, Look
 from ..data.tokens import WITH_IDS
 from ..data.tokens import load as load_tokenizer
 from ..models.config import PARTS, SPELLED
+from ..storage import stored
 from ..train import Settings
 from ..train.checkpoints import Checkpoints
 from ..train.run import quiet

@@ -9,11 +9,11 @@ from operator import or_
 
 import torch
 
-from .explain import explain
-from .filters import FILTERS, Causal, Filter
-from .kernels import KERNELS, Exponential, Kernel
-from .table import Table
-from .testing.cases import Shape, inputs, taking
+from ..explain import explain
+from ..filters import FILTERS, Causal, Filter
+from ..kernels import KERNELS, Exponential, Kernel
+from ..table import Table
+from ..testing.cases import Shape, inputs, taking
 
 # A call in training: few numbers, but of a usual width.
 HEADS, DIM, LENGTH = 2, 64, 11
