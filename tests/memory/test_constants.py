@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer.kernels import position
+from mercer.kernels import bias
 from mercer.memory import constants
 from mercer.memory.constants import constant
 
@@ -148,7 +148,7 @@ def test_a_gradient_flows_through_what_is_formed_from_them():
 
 def test_buckets_of_distances_are_cached(monkeypatch):
     made = []
-    bucket = position.bucket
+    bucket = bias.bucket
     monkeypatch.setattr(
         position, "bucket", lambda away, *given: made.append(given) or bucket(away, *given)
     )
