@@ -150,7 +150,7 @@ def test_buckets_of_distances_are_cached(monkeypatch):
     made = []
     bucket = bias.bucket
     monkeypatch.setattr(
-        position, "bucket", lambda away, *given: made.append(given) or bucket(away, *given)
+        bias, "bucket", lambda away, *given: made.append(given) or bucket(away, *given)
     )
     tables = torch.randn(2, 8, 2)
     kernels = [mc.Buckets(table) for table in tables] + [
