@@ -162,3 +162,15 @@ def test_a_checkpoint_has_config_and_weights_alone(tmp_path):
     model.save_pretrained(tmp_path, whole=False)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
     assert "auto_map" not in (tmp_path / "config.json").read_text()
+
+
+def test_models_are_registered_without_an_image_processor_of_transformers(monkeypatch):
+    """Older releases of transformers need torchvision for AutoImageProcessor."""
+
+    class Missing:
+        @staticmethod
+        def register(*args, **kwargs):
+            raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+    monkeypatch.setattr(models.transformers, "AutoImageProcessor", Missing)
+    models._register()

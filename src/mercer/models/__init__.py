@@ -3,6 +3,8 @@
 Importing this registers them with transformers' Auto classes.
 """
 
+import contextlib
+
 try:
     import transformers as transformers
 except ImportError as error:
@@ -31,10 +33,12 @@ def _register() -> None:
     for auto, config, model in models:
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         auto.register(config, model, exist_ok=True)
-    # The same with and without torchvision.
-    transformers.AutoImageProcessor.register(
-        KernelViTConfig, KernelImageProcessor, KernelImageProcessor, exist_ok=True
-    )
+    # The same with and without torchvision. Older releases of transformers need torchvision for the
+    # class itself; then `KernelImageProcessor` is used by its own name.
+    with contextlib.suppress(ImportError):
+        transformers.AutoImageProcessor.register(
+            KernelViTConfig, KernelImageProcessor, KernelImageProcessor, exist_ok=True
+        )
 
 
 _register()

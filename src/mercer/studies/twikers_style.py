@@ -196,10 +196,10 @@ def make(size: str) -> Study:
         for name in chosen
     ]  # fmt: skip
     # One tokenizer for all novels.
-    words = {"tokenizer": "gpt2"}
-    start = backbone(size) | words
+    words: dict[str, Any] = {"tokenizer": "gpt2"}
     if small:
-        start |= {"data": "style/novels.zip", "steps": 300}
+        words |= {"batch": 4, "length": 64, "eval_items": 2000}
+    start = backbone(size) | words | {"data": "style/novels.zip"}
     return Study(
         title="Novels by their token kernels",
         question="Can author, period and genre be told from token kernels alone?",
