@@ -125,8 +125,7 @@ def _run_one(
             return False
         record = as_record(job, study, result, time.monotonic() - begun)
         if study.measure is not None and record.converged:
-            found = study.measure(Trained(place, job.settings, job.chosen, study.source))
-            record = replace(record, metrics={**record.metrics, **found})
+            record = replace(record, metrics={**record.metrics, **_measure(study, job, place)})
     except OSError:
         # The disk or the network failed, not this system: the next job would fail, too.
         raise
@@ -138,6 +137,15 @@ def _run_one(
     ledger.append(record)
     screen.finish(record)
     return not getattr(result, "signal", 0)
+
+
+def _measure(study: Study, job: Job, place: Path) -> dict[str, Any]:
+    """More figures of the trained model, without the progress bars of loading it."""
+    from ..train.run import quiet
+
+    assert study.measure is not None
+    with quiet():
+        return dict(study.measure(Trained(place, job.settings, job.chosen, study.source)))
 
 
 def as_record(job: Job, study: Study, result: Any, seconds: float) -> Record:
