@@ -39,7 +39,7 @@ def run_study(
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(help="Such as small: the same study for two CPU cores and ten minutes."),
+        typer.Option(help="Such as small: the same study in a version for two CPU cores."),
     ] = None,
     jobs: Annotated[
         int, typer.Option(min=1, max=64, help="So many jobs at once on this machine.")

@@ -124,7 +124,9 @@ def make_language(size: str) -> Study:
     return Study(
         title="Gaussian Kernel Attention as a language model, by depth",
         question="Does attention without projections close its gap with scale?",
-        cost="10 minutes on two cores" if small else "about 30 minutes on one H200",
+        cost="10 minutes on two cores, by estimate"
+        if small
+        else "about 30 minutes on one H200, by estimate",
         systems=systems,
         budget=budget,
         differ=("steps",),
@@ -189,7 +191,9 @@ def make_vision(size: str) -> Study:
     return Study(
         title="Gaussian Kernel Attention on images",
         question="What does attention without projections cost a vision transformer?",
-        cost="5 minutes on two cores" if small else "about 40 minutes on one H200",
+        cost="5 minutes on two cores, by estimate"
+        if small
+        else "about 40 minutes on one H200, by estimate",
         task="vision",
         systems=systems,
         budget=budget,

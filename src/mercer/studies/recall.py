@@ -17,8 +17,8 @@ from mercer.studies import Row, Study, Variant
 
 QUESTION = "Which kernels find a value by its key, among how many pairs, at which width?"
 COST = {
-    "full": "about 15 minutes on one H200, with 8 jobs at once",
-    "small": "about 5 minutes on two cores, with 2 jobs at once",
+    "full": "about 15 minutes on one H200, with 8 jobs at once, by estimate",
+    "small": "about 5 minutes on two cores, with 2 jobs at once, by estimate",
 }
 POSITION = "LookupTable(4)"
 # {width} is the number of features of the one head.

@@ -113,9 +113,9 @@ def make(size: str) -> Study:
     return Study(
         title="Which kernel reaches a given loss first?",
         question="Which kernel reaches the loss of softmax attention first, on one GPU?",
-        cost="10 minutes on two cores"
+        cost="10 minutes on two cores, by estimate"
         if small
-        else "about 50 minutes on one H200, a job at a time",
+        else "about 50 minutes on one H200, a job at a time, by estimate",
         systems=systems,
         budget=shape,
         tune={"learning_rate": (3e-3, 1e-2) if small else (6e-4, 2e-3)},

@@ -239,7 +239,9 @@ def make(table: int, task: str, size: str) -> Study:
     return Study(
         title=f"Tsai et al. 2019, Table {table}, on {'language models' if lm else 'translation'}",
         question=question,
-        cost="10 minutes on two cores" if small else "about 20 minutes on one H200",
+        cost="10 minutes on two cores, by estimate"
+        if small
+        else "about 20 minutes on one H200, by estimate",
         task=task,
         systems=systems,
         budget=budget,

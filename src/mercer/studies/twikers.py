@@ -119,7 +119,9 @@ def make_causality(size: str) -> Study:
     return Study(
         title="Token kernels with and without the future",
         question="Do the findings on token kernels survive strict causality?",
-        cost="3 minutes on two cores" if small else "about 15 minutes on one H200",
+        cost="3 minutes on two cores, by estimate"
+        if small
+        else "about 15 minutes on one H200, by estimate",
         systems=systems,
         budget=tune_kernels(size),
         backbone=backbone(size),
@@ -147,7 +149,9 @@ def make_speech(size: str) -> Study:
     return Study(
         title="Token kernels by part of speech",
         question="Do kernels follow the part of speech of a word, or its frequency?",
-        cost="5 minutes on two cores" if small else "about 15 minutes on one H200",
+        cost="5 minutes on two cores, by estimate"
+        if small
+        else "about 15 minutes on one H200, by estimate",
         systems=systems,
         budget={**tune_kernels(size), "data": data},
         backbone=backbone(size),
@@ -186,7 +190,9 @@ def make_bias(task: str, size: str) -> Study:
     return Study(
         title=f"Token kernels as a bias, on {'language models' if lm else 'Multi30k'}",
         question="Do token kernels help a model from scratch, at equal steps and at equal time?",
-        cost="5 minutes on two cores" if small else "about 15 minutes on one H200",
+        cost="5 minutes on two cores, by estimate"
+        if small
+        else "about 15 minutes on one H200, by estimate",
         task=task,
         systems=systems,
         budget=budget,

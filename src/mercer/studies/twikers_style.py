@@ -203,7 +203,9 @@ def make(size: str) -> Study:
     return Study(
         title="Novels by their token kernels",
         question="Can author, period and genre be told from token kernels alone?",
-        cost="10 minutes on two cores, with --data" if small else "about 20 minutes on one H200",
+        cost="10 minutes on two cores, with --data, by estimate"
+        if small
+        else "about 20 minutes on one H200, by estimate",
         systems=systems,
         budget={**lm_budget(size, 300), **words, "learning_rate": FROZEN, "token_rate": 5e-3,
                 "weight_decay": 0.0},
