@@ -76,7 +76,8 @@ def _passing_on(workers: list[subprocess.Popen[bytes]]) -> Iterator[Callable[[],
 
     def note(got: int, frame: object) -> None:
         # A terminal sends Ctrl-C to the workers, too; a second signal ends their step at once.
-        if caught[0] or got == signal.SIGTERM or not sys.stdin.isatty():
+        terminal = sys.stdin is not None and sys.stdin.isatty()
+        if caught[0] or got == signal.SIGTERM or not terminal:
             for worker in workers:
                 if worker.poll() is None:
                     worker.send_signal(got)

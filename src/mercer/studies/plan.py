@@ -110,7 +110,7 @@ def rate(study: Study, folder: Path) -> tuple[float, str]:
     if seen:
         return statistics.median(seen), f"as in {len(seen)} finished jobs"
     if torch.cuda.is_available():
-        return ASSUMED["cuda"], "assumed for one H200"
+        return ASSUMED["cuda"], "assumed, as for one H200"
     cores = torch.get_num_threads()
     return ASSUMED["cpu"] * cores, f"assumed for {cores} CPU threads"
 
