@@ -146,6 +146,19 @@ def test_more_figures_are_measured_and_shown(tmp_path):
     assert study.jobs()[0].key != replace(study, measure=None).jobs()[0].key
 
 
+def test_an_analysis_that_fails_costs_no_table(tmp_path):
+    def broken(found, folder):
+        raise ValueError("two labels are needed")
+
+    study = Study(systems=["vaswani2017"], budget={"steps": 20}, seeds=(0,), analyse=broken)
+    outcome = studies.run(
+        study, tmp_path / "broken", runner=lambda job, folder, screen: record(job),
+        console=Console(file=io.StringIO()),
+    )  # fmt: skip
+    assert outcome.notes == ["the analysis failed: two labels are needed"]
+    assert "| vaswani2017 | 2.000 |" in (tmp_path / "broken" / "table.md").read_text()
+
+
 # A process that takes lines of a list, one after another, without importing anything heavy.
 WORKER = """
 import pathlib, sys

@@ -249,7 +249,11 @@ def look_up(
     table = folder / "table.md"
     parts = [as_markdown(study, found), say_chosen(study), beside(study.paper, found)]
     if study.analyse is not None:
-        parts.append(study.analyse(found, folder))
+        try:
+            parts.append(study.analyse(found, folder))
+        # After hours of training, a fault of the analysis must not cost the table.
+        except Exception as error:
+            notes.append(f"the analysis failed: {error or type(error).__name__}")
     text = "\n".join(f"{part.strip()}\n" for part in parts if part)
     temporary = table.with_name(f".{table.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
