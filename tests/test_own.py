@@ -1,4 +1,4 @@
-"""Kernels of one's own in formulas: what is imported, for whom, and kernels as text."""
+"""Kernels of one's own in formulas: what is imported and when, and kernels as text."""
 
 import copy
 import sys
