@@ -91,6 +91,9 @@ def test_data_is_named_by_its_place_in_the_folder(tmp_path):
     study = load("tsai-positions-lm")
     with pytest.raises(ValueError, match="needs data: give --data FOLDER, a folder with lm/wiki"):
         check_data(study)
+    with pytest.raises(ValueError, match="there is no folder .*nowhere, which --data names"):
+        check_data(use_data(study, str(tmp_path / "nowhere")))
+    check_data(use_data(study, "owner/name"))
     with pytest.raises(ValueError, match="has no folder lm, where lm/wikipedia should be"):
         check_data(use_data(study, str(tmp_path)))
     (tmp_path / "lm").mkdir()
@@ -232,6 +235,9 @@ def test_a_plan_takes_the_speed_of_finished_jobs(tmp_path):
     plan = Console(file=io.StringIO(), width=120)
     studies.show_plan(plan, study, tmp_path)
     assert "6 jobs, trials of the tuning included; 1 are done" in plan.file.getvalue()
+    more = Console(file=io.StringIO(), width=120)
+    studies.show_plan(more, study, tmp_path, seeds=[0, 1, 2])
+    assert "18 jobs, trials of the tuning included" in more.file.getvalue()
 
 
 def test_a_mean_curve_has_only_the_steps_of_all_seeds():

@@ -92,7 +92,7 @@ def run_study(
         folder = output or Path("runs") / chosen.name
         if plan:
             studies.introduce(console, chosen, folder, part, wanted)
-            studies.show_plan(console, chosen, folder, jobs)
+            studies.show_plan(console, chosen, folder, jobs, wanted)
             return
         if table:
             chosen = replace(chosen, chosen=studies.choose(chosen, folder) or {})

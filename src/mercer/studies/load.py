@@ -61,6 +61,9 @@ def check_data(study: Study) -> None:
             f"{study.corpus}, or a source by name; see docs/studies.md"
         )
     folder = Path(study.source)
+    # A name of the hub, such as owner/name, is no path.
+    if not folder.exists() and (folder.is_absolute() or study.source.startswith((".", "~"))):
+        raise ValueError(f"there is no folder {folder}, which --data names")
     if folder.is_dir() and not (folder / Path(study.corpus).parts[0]).is_dir():
         raise ValueError(
             f"{folder} has no folder {Path(study.corpus).parts[0]}, where {study.corpus} should be"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,14 @@ def rate(study: Study, folder: Path) -> tuple[float, str]:
     return ASSUMED["cpu"] * cores, f"assumed for {cores} CPU threads"
 
 
-def show_plan(console: Console, study: Study, folder: Path, jobs: int = 1) -> None:
+def show_plan(
+    console: Console, study: Study, folder: Path, jobs: int = 1, seeds: Sequence[int] | None = None
+) -> None:
     """Print what every variant costs, and about how long all of it takes."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("system", "jobs", "parameters", "tokens", "FLOPs"):
         table.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
-    costs = estimate(study)
+    costs = estimate(study, None if seeds is None else len(seeds))
     for cost in costs:
         table.add_row(
             escape(cost.variant), str(cost.jobs), shorten(cost.parameters),
