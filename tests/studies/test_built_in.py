@@ -91,7 +91,7 @@ def test_data_is_named_by_its_place_in_the_folder(tmp_path):
     study = load("tsai-positions-lm")
     with pytest.raises(ValueError, match="needs data: give --data FOLDER, a folder with lm/wiki"):
         check_data(study)
-    with pytest.raises(ValueError, match="there is no folder .*nowhere, which --data names"):
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere, which --data names"):
         check_data(use_data(study, str(tmp_path / "nowhere")))
     check_data(use_data(study, "owner/name"))
     with pytest.raises(ValueError, match="has no folder lm, where lm/wikipedia should be"):
