@@ -57,7 +57,11 @@ def bandwidths(model: Any) -> dict[str, float]:
     from mercer.nn import GaussianAttention
 
     layers = [m for m in model.modules() if isinstance(m, GaussianAttention)]
-    found = [float(s) / layer.head_dim**0.5 for layer in layers for s in layer.bandwidth.flatten()]
+    found = [
+        float(s) / layer.head_dim**0.5
+        for layer in layers
+        for s in layer.bandwidth.detach().flatten()
+    ]
     return {"narrowest": min(found), "widest": max(found)} if found else {}
 
 

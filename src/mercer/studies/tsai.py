@@ -135,21 +135,31 @@ def _budget(task: str, size: str) -> dict[str, Any]:
     if task == "translation":
         # About 4,000 tokens of each side in a step, as fairseq has them.
         return {
-            "preset": "iwslt", "tokenizer": "bpe:10000", "batch": 384, "length": 128,
-            "steps": 5000, "warmup": 0.2, "betas": (0.9, 0.98), "weight_decay": 1e-4,
+            "preset": "tiny", "tokenizer": "bpe:10000", "batch": 384, "length": 128,
+            "steps": 3000, "warmup": 0.2, "betas": (0.9, 0.98), "weight_decay": 1e-4,
             "smoothing": 0.1, "beams": 5, "dtype": "bfloat16", "eval_every": 500, "split": "test",
+            "overrides": FAIRSEQ,
         }  # fmt: skip
     return {
-        "preset": "xl-base", "tokenizer": "bpe:16384", "batch": 32, "length": 1024, "steps": 1200,
+        "preset": "tiny", "tokenizer": "bpe:16384", "batch": 32, "length": 1024, "steps": 800,
         "warmup": 0.1, "weight_decay": 0.01, "dtype": "bfloat16", "eval_every": 200,
-        "evaluate_by": "memory",
-        "overrides": {
-            "num_layers": 8, "d_model": 512, "num_heads": 8, "d_ff": 2048, "context_length": 256,
-            "segment_length": 256, "memory_length": 256,
-        },
+        "evaluate_by": "memory", "overrides": XL,
     }  # fmt: skip
 
 
+# Every number of the shapes, so that no change of a preset changes what a result means:
+# fairseq's transformer_iwslt_de_en, and Transformer-XL's blocks.
+FAIRSEQ: dict[str, Any] = {
+    "d_model": 512, "encoder_layers": 6, "decoder_layers": 6, "num_heads": 4, "d_ff": 1024,
+    "context_length": 1024, "pre_norm": False, "bias": True, "dropout": 0.3,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+XL: dict[str, Any] = {
+    "d_model": 512, "num_layers": 8, "num_heads": 8, "d_ff": 2048, "context_length": 256,
+    "segment_length": 256, "memory_length": 256, "pre_norm": False, "activation": "relu",
+    "bias": True, "dropout": 0.1, "activation_dropout": 0.1, "embedding_scale": True,
+    "initializer_range": 0.02, "tie_word_embeddings": True,
+}  # fmt: skip
 RATES = {
     ("translation", "full"): (3e-4, 1e-3),
     ("lm", "full"): (3e-4, 1e-3),
