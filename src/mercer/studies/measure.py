@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -23,20 +21,15 @@ class Trained:
     source: str = ""
 
     @cached_property
-    def model(self) -> Any:
-        """The trained model as it was saved, on the GPU if there is one."""
-        from .. import models
+    def loaded(self) -> Any:
+        """The trained model as it was saved, with its tokenizer, on the GPU if there is one."""
+        from .. import use
 
-        kinds: dict[str, Any] = {
-            "lm": models.KernelLM, "translation": models.KernelTranslator,
-            "vision": models.KernelViT, "recall": models.KernelLM,
-        }  # fmt: skip
-        model = kinds[self.settings["task"]].from_pretrained(self.folder / "model")
-        return model.to(self.device).eval()
+        return use.load(self.folder)
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def model(self) -> Any:
+        return self.loaded.model
 
     @cached_property
     def task(self) -> Any:
@@ -46,12 +39,15 @@ class Trained:
 
         return TASKS[self.settings["task"]](Settings(**self.chosen).resolve())
 
-    def evaluate(self) -> dict[str, Any]:
-        """The metrics of the model as it was saved, on validation data."""
-        from ..train.distributed import Team
+    def evaluate(self, data: Path | None = None, **given: Any) -> dict[str, Any]:
+        """The metrics of the model as it was saved, on validation data or on a file.
 
-        found: dict[str, Any] = self.task.evaluate(self.model, Team(self.device, 0, 1), final=False)
-        return found
+        `given` is as in `mercer.use.evaluate`.
+        """
+        from .. import use
+
+        judged = use.evaluate(self.loaded, data, output=self.folder / "measured", **given)
+        return dict(judged.figures)
 
     def file(self, place: str) -> Path | None:
         """A file in the folder that --data named, or None if it is not there."""

@@ -14,9 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mercer.studies import Claim, Metric, Paper, Study, Variant
+from mercer.studies import Claim, Metric, Paper, Study, Trained, Variant
 
 PERPLEXITY = Metric("perplexity", "perplexity", True, 2)
+# Other texts, of the model as it was saved.
+STREAM = Metric("stream_perplexity", "as one text", True, 2)
+WIKITEXT = Metric("wikitext_perplexity", "WikiText valid", True, 2)
 # Of test data; the curve, and the choice of rates, are of validation data.
 BLEU = Metric("test_bleu", "test BLEU", False, 2, PERPLEXITY)
 SIZES = ("full", "small")
@@ -121,6 +124,18 @@ def _value_rows(task: str) -> list[Variant]:
     return rows
 
 
+def measure_text(trained: Trained) -> dict[str, float | None]:
+    """Perplexity where memory never ends, and of WikiText's valid part.
+
+    The figure of the table is of texts as long as in training. In one long text absolute positions
+    go beyond all that were trained; positions i - j do not.
+    """
+    found = {STREAM.key: trained.evaluate(evaluate_by="memory", eval_items=120_000)["perplexity"]}
+    if (file := trained.file("lm/wikitext-valid.txt.xz")) is not None:
+        found[WIKITEXT.key] = trained.evaluate(file)["perplexity"]
+    return found
+
+
 def _budget(task: str, size: str) -> dict[str, Any]:
     """What all rows share: shape, data, steps."""
     if size == "small":
@@ -143,7 +158,7 @@ def _budget(task: str, size: str) -> dict[str, Any]:
     return {
         "preset": "tiny", "tokenizer": "bpe:16384", "batch": 32, "length": 1024, "steps": 800,
         "warmup": 0.1, "weight_decay": 0.01, "dtype": "bfloat16", "eval_every": 200,
-        "evaluate_by": "memory", "overrides": XL,
+        "overrides": XL,
     }  # fmt: skip
 
 
@@ -155,14 +170,14 @@ FAIRSEQ: dict[str, Any] = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 XL: dict[str, Any] = {
-    "d_model": 512, "num_layers": 8, "num_heads": 8, "d_ff": 2048, "context_length": 256,
-    "segment_length": 256, "memory_length": 256, "pre_norm": False, "activation": "relu",
+    "d_model": 512, "num_layers": 8, "num_heads": 8, "d_ff": 2048, "context_length": 512,
+    "segment_length": 512, "memory_length": 512, "pre_norm": True, "activation": "relu",
     "bias": True, "dropout": 0.1, "activation_dropout": 0.1, "embedding_scale": True,
     "initializer_range": 0.02, "tie_word_embeddings": True,
 }  # fmt: skip
 RATES = {
     ("translation", "full"): (3e-4, 1e-3),
-    ("lm", "full"): (3e-4, 1e-3),
+    ("lm", "full"): (1e-3, 2e-3),
     ("translation", "small"): (3e-3, 1e-2),
     ("lm", "small"): (3e-3, 1e-2),
 }
@@ -256,10 +271,12 @@ def make(table: int, task: str, size: str) -> Study:
         systems=systems,
         budget=budget,
         tune={"learning_rate": RATES[task, size]},
-        tune_budget={"steps": budget["steps"] // 2},
+        tune_budget={"steps": budget["steps"] // (2 if small else 3)},
         seeds=(0, 1, 2) if small or table > 2 else (0, 1, 2, 3, 4),
         corpus="" if small else "lm/wikipedia" if lm else "translation/tatoeba",
         main=PERPLEXITY if lm else BLEU,
+        measure=measure_text if lm else None,
+        columns=(WIKITEXT, STREAM) if lm else (),
         paper=Paper(
             source=f"Tsai et al. 2019, Table {table}",
             data="WikiText-103" if lm else "IWSLT'14 De-En",
