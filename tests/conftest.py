@@ -21,4 +21,4 @@ def small_blocks(monkeypatch):
     """Blocks of 4, so that short sequences have many."""
     from mercer.backends.chunked import blocks
 
-    monkeypatch.setattr(blocks, "block_side", lambda batch_heads: 4)
+    monkeypatch.setattr(blocks, "block_side", lambda batch_heads, device: 4)

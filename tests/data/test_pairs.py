@@ -196,3 +196,15 @@ def test_the_tokenizer_ends_a_text_as_encoded_does_and_adds_nothing_else(tmp_pat
     made.tokenizer.save_pretrained(tmp_path / "saved")
     loaded = data.tokens.load(tmp_path / "saved")
     assert loaded(source)["input_ids"] == item["input_ids"].tolist()
+
+
+def test_lengths_can_be_multiples(made):
+    items = [made.encoded("valid")[n] for n in range(3)]
+    plain, padded = made.collate(items), made.collate(items, 8)
+    for name, x in plain.items():
+        assert padded[name].shape[1] % 8 == 0
+        assert padded[name].shape[1] - x.shape[1] in range(8)
+        assert torch.equal(padded[name][:, : x.shape[1]], x)
+    empty = padded["labels"][:, plain["labels"].shape[1] :]
+    assert (empty == -100).all()
+    assert not padded["attention_mask"][:, plain["attention_mask"].shape[1] :].any()

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -97,17 +98,22 @@ class PairData:
         stored = cache.load(path, write, dtype=encode.width(self.tokenizer))
         return EncodedPairs(stored, self.tokenizer.eos_token_id, max_length)
 
-    def collate(self, items: Sequence[Item]) -> Item:
-        """A batch: padded inputs with a mask, and labels padded by -100."""
-        inputs = [item["input_ids"] for item in items]
+    def collate(self, items: Sequence[Item], multiple: int = 1) -> Item:
+        """A batch: padded inputs with a mask, and labels padded by -100.
+
+        Both sides are padded to a length that `multiple` divides.
+        """
         pad = self.tokenizer.pad_token_id
-        ids = pad_sequence(inputs, batch_first=True, padding_value=pad)  # [B, S]
-        lengths = torch.tensor([len(one) for one in inputs])
-        labels = pad_sequence(
-            [item["labels"] for item in items], batch_first=True, padding_value=IGNORE
-        )  # [B, T]
+        ids = _pad([item["input_ids"] for item in items], pad, multiple)  # [B, S]
+        lengths = torch.tensor([len(item["input_ids"]) for item in items])
+        labels = _pad([item["labels"] for item in items], IGNORE, multiple)  # [B, T]
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()  # [B, S]
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _pad(rows: Sequence[Tensor], value: int, multiple: int) -> Tensor:
+    padded = pad_sequence(list(rows), batch_first=True, padding_value=value)
+    return F.pad(padded, (0, -padded.shape[1] % multiple), value=value)
 
 
 class EncodedPairs(Dataset[Item]):

@@ -34,7 +34,7 @@ def memory(task: Task) -> int:
     """Bytes beyond the inputs and the output: the lifted features and a few blocks."""
     wide = accumulator(task.v.dtype).itemsize
     widths = sum(f.width + f.keyed for f in task.term.factors) + task.v.shape[-1]
-    side = block_side(task.batch * task.heads)
+    side = block_side(task.batch * task.heads, task.device)
     keys = min(keys_of_block(side, task.num_queries), task.num_keys)
     block = min(side, task.num_queries) * keys
     tokens = task.num_queries + task.num_keys

@@ -14,13 +14,16 @@ from ...opaque.spec import decode
 from ...term.layout import accumulator
 from ...term.links import Link
 
+# Elements of a block of all heads: what a CPU's cache holds, and few launches on a GPU.
 BLOCK_ELEMENTS = 2**21
+LARGE_ELEMENTS = 2**25
 MOST_KEYS = 4096
 
 
-def block_side(batch_heads: int) -> int:
-    """A block's side: a power of two from 64 to 1024 that keeps all heads' blocks in the cache."""
-    side = math.sqrt(BLOCK_ELEMENTS / max(batch_heads, 1))
+def block_side(batch_heads: int, device: torch.device) -> int:
+    """A block's side: a power of two from 64 to 1024, for so many elements in all heads."""
+    elements = BLOCK_ELEMENTS if device.type == "cpu" else LARGE_ELEMENTS
+    side = math.sqrt(elements / max(batch_heads, 1))
     return max(64, min(1024, 2 ** int(math.log2(max(side, 64)))))
 
 
@@ -57,7 +60,7 @@ class Blocks:
         self.wide = accumulator(v.dtype)
         self.num_queries, self.num_keys = num_queries, v.shape[2]
         self.start = self.num_keys - num_queries
-        self.side = block_side(v.shape[0] * v.shape[1])
+        self.side = block_side(v.shape[0] * v.shape[1], v.device)
         self.wide_side = keys_of_block(self.side, num_queries)
         self.spoiled = self._spoiled(bad_queries, bad_keys)  # [B, H, Q]
 

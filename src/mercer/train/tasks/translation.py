@@ -16,6 +16,9 @@ from ..settings import Settings
 from ..unigram import MOST, Unigram
 from .task import Task
 
+# Lengths that differ in few ways need few compiled kernels.
+MULTIPLE = 8
+
 
 class Translation(Task):
     """Translate sentences."""
@@ -43,7 +46,7 @@ class Translation(Task):
         self.valid = self.pairs.encoded("valid")
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        return dict(self.pairs.collate(items))
+        return dict(self.pairs.collate(items, MULTIPLE))
 
     def count_tokens(self, inputs: dict[str, Any]) -> int | Tensor:
         """Tokens of both sides, without padding."""
