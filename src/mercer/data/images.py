@@ -101,9 +101,11 @@ class Images(Dataset[dict[str, Any]]):
         self.augment = tuple(augment)
         self.seed = seed
         self.epoch = 0
+        self._drawn: Array | None = None  # [items, 3], of this epoch
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        if epoch != self.epoch:
+            self.epoch, self._drawn = epoch, None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -114,23 +116,35 @@ class Images(Dataset[dict[str, Any]]):
         pixels = np.array(self.pixels[index])  # [H, W, C]
         if self.augment:
             pixels = self._disturb(pixels, index)
-        values = torch.from_numpy(pixels).permute(2, 0, 1) / 255  # [C, H, W]
+        values = torch.from_numpy(pixels).permute(2, 0, 1).contiguous() / 255  # [C, H, W]
         return {
-            "pixel_values": ((values - self.mean) / self.std).contiguous(),
+            "pixel_values": (values - self.mean) / self.std,
             "labels": int(self.labels[index]),
         }
 
     def _disturb(self, pixels: Array, index: int) -> Array:
-        random = np.random.default_rng((self.seed, self.epoch, index))
-        if "flip" in self.augment and random.random() < 0.5:
+        if self._drawn is None:
+            # Once for all items: a generator for each would take longer than the crop.
+            random = np.random.default_rng((self.seed, self.epoch))
+            self._drawn = random.random((len(self), 3))
+        flip, *move = self._drawn[index].tolist()
+        if "flip" in self.augment and flip < 0.5:
             pixels = pixels[:, ::-1]
         if "crop" in self.augment:
             size = len(pixels)
             margin = max(1, size // 8)
-            padded = np.pad(pixels, ((margin, margin), (margin, margin), (0, 0)))
-            top, left = random.integers(0, 2 * margin + 1, 2)
-            pixels = padded[top : top + size, left : left + size]
+            down, right = (int(x * (2 * margin + 1)) - margin for x in move)
+            moved = np.zeros_like(pixels)
+            moved[_inside(-down, size), _inside(-right, size)] = pixels[
+                _inside(down, size), _inside(right, size)
+            ]
+            pixels = moved
         return np.ascontiguousarray(pixels)
+
+
+def _inside(offset: int, size: int) -> slice:
+    """The places of a line of `size` that are still on it after a move by `-offset`."""
+    return slice(max(offset, 0), size + min(offset, 0))
 
 
 def images(
