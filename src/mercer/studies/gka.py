@@ -174,14 +174,14 @@ def make_vision(size: str) -> Study:
         if small
         else {
             "preset": "cifar",
-            "batch": 256,
-            "steps": 12_000,
+            "batch": 512,
+            "steps": 8_000,
             "learning_rate": 1e-3,
             "warmup": 0.05,
             "weight_decay": 0.05,
             "smoothing": 0.1,
             "dtype": "bfloat16",
-            "eval_every": 1000,
+            "eval_every": 800,
             "overrides": {"dropout": 0.1, "d_model": 320, "num_heads": 5, "d_ff": 640},
             "data_options": {"augment": ["crop", "flip"]},
         }

@@ -58,13 +58,13 @@ ENOUGH = 0.9
 SIZES: dict[str, dict[str, Any]] = {
     "full": {
         "names": (*KERNELS, *SYSTEMS),
-        "widths": (32, 128),
+        "widths": (16, 64),
         "seeds": (0, 1, 2),
-        "rates": (1e-3, 3e-3, 1e-2),
+        "rates": (2e-3, 5e-3),
         "length": 256,
         "longest": 1024,
-        "steps": 3000,
-        "trial_steps": 1500,
+        "steps": 2000,
+        "trial_steps": 1200,
         "batch": 128,
         "eval_items": 256,
         "data_options": {
