@@ -25,6 +25,9 @@ def test_nano_has_the_parameters_of_the_paper():
     assert gaussian.parameters["value-embedding"] == 0
     assert gaussian.parameters["attention"] == 20 * 1280**2
     assert gaussian.parameters["kernel"] == 20 * 10
+    kept = presets.lm("nano", system="kundu2026", depth=20, value_embeddings=True)
+    kept = count(kept).parameters
+    assert kept == gaussian.parameters | {"value-embedding": 10 * 32768 * 1280}
     assert baseline.parameters["norm"] == 0
     assert gaussian.flops_per_token < baseline.flops_per_token
 

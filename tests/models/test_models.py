@@ -20,6 +20,7 @@ COMPOSED = {
     "a sum": {"kernel": "RBF() + Polynomial(2)", "position": "DirectSum(Learned(32))"},
     "alibi": {"kernel": "Laplace()", "position": "alibi", "filter": "Strided(3)"},
     "gaussian, turned": {"system": "kundu2026", "system_options": {"rotary": True}},
+    "gaussian, value embeddings": {"system": "kundu2026", "value_embeddings": True},
     "gaussian, adaptive": {"system": "kundu2026", "system_options": {"adaptive": True}},
     "tokens on keys": {
         "system": "leng2026",
@@ -213,9 +214,10 @@ def test_segments_of_a_long_input(name):
         model(ids, labels=ids, attention_mask=torch.arange(12).expand(2, -1) > 1)
 
 
-def test_memory_with_value_embeddings_and_token_kernels():
+@pytest.mark.parametrize("name", ["leng2026", "kundu2026"])
+def test_memory_with_value_embeddings_and_token_kernels(name):
     fields = {"value_embeddings": True, "num_layers": 2}
-    model, ids = make("leng2026", dtype=torch.float64, **fields), draw(2, 12)
+    model, ids = make(name, dtype=torch.float64, **fields), draw(2, 12)
     memory = model.new_memory(12)
     pieces = [logits_of(model, segment, memory=memory) for segment in ids.split(4, 1)]
     torch.testing.assert_close(torch.cat(pieces, 1), logits_of(model, ids), rtol=0, atol=1e-9)

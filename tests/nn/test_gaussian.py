@@ -193,6 +193,65 @@ def test_query_bandwidths_depend_on_the_token_and_not_its_place():
     close(log_s, log_s[:, :, :1].expand_as(log_s))
 
 
+VALUED = ("plain", "rotary", "adaptive", "rotary, adaptive", "normalize")
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2]])
+
+
+@pytest.mark.parametrize("options", VALUED)
+def test_value_embeddings_are_added_to_the_values_alone(options):
+    """As its formula, with all gradients: a share of another value, and the same weights."""
+    a, x = make(options, value_vocab=10), draw().requires_grad_()
+    got = a(x, token_ids=TOKENS)
+    share, f = shares(a, x, seen(mc.Causal()), options)
+    added = a.value_embedding(TOKENS).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+    want = (share @ (f + added)).transpose(1, 2).flatten(2) @ a.out.weight.T
+    close(got, want)
+    inputs, steer = [x, *a.parameters()], torch.randn_like(got)
+    for one, other in zip(
+        torch.autograd.grad((got * steer).sum(), inputs),
+        torch.autograd.grad((want * steer).sum(), inputs),
+        strict=True,
+    ):
+        close(one, other)
+    with torch.no_grad():
+        weights = mn.attention_weights(a, x, token_ids=TOKENS)
+    close(weights, share)
+    assert sum(p.numel() for p in a.parameters()) - 10 * WIDTH == sum(
+        p.numel() for p in make(options).parameters()
+    )
+
+
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("options", VALUED)
+def test_decoding_with_value_embeddings_equals_the_full_pass(options, chunks):
+    """The cache then holds x and its values; a memory holds x and the ids."""
+    a, x, cache, ids = make(options, value_vocab=10), draw(), mn.Cache(), TOKENS
+    want = a(x, token_ids=ids)
+    pieces = list(zip(x.split(chunks, 1), ids.split(chunks, 1), strict=True))
+    close(torch.cat([a(y, cache=cache, token_ids=n) for y, n in pieces], 1), want)
+    assert cache.size == 2 * x.numel()
+    memory = mn.SegmentMemory(LENGTH)
+    close(torch.cat([a(y, cache=memory, token_ids=n) for y, n in pieces], 1), want)
+    cache.crop(4)
+    cache.reorder(torch.tensor([1, 0]))
+    rest = a(x.flip(0)[:, 4:], cache=cache, token_ids=ids.flip(0)[:, 4:])
+    close(rest, want.flip(0)[:, 4:])
+
+
+def test_value_embeddings_need_ids():
+    a, x = make(value_vocab=10), draw()
+    with pytest.raises(ValueError, match="value embeddings and needs token_ids"):
+        a(x)
+    with pytest.raises(ValueError, match="from 0 to 9 for the value embeddings"):
+        a(x, token_ids=TOKENS + 9)
+    with pytest.raises(ValueError, match="value_vocab must be at least 1, got 0"):
+        make(value_vocab=0)
+    assert [head.head for head in a.report(x)] == [0, 1, 2]
+    before = a.value_embedding.weight.clone()
+    a.reset_parameters()
+    assert not torch.equal(before, a.value_embedding.weight)
+
+
 def test_dropout_acts_in_training_only():
     a, x = make(dropout=0.5), draw()
     assert (a(x) - a.eval()(x)).abs().max() > 1e-3

@@ -133,9 +133,9 @@ class Block(GradientCheckpointingLayer):
         weights: Weights | None = None,
     ) -> Tensor:
         """[B, T, d_model] -> the same; the attention's weights are added to `weights`."""
-        own: dict[str, Any] = {"filter": filter, "cache": cache}
+        own: dict[str, Any] = {"filter": filter, "cache": cache, "token_ids": token_ids}
         if isinstance(self.attention, KernelAttention):
-            own |= {"token_ids": token_ids, "offset": offset}
+            own["offset"] = offset
 
         def attend(y: Tensor) -> Tensor:
             if weights is not None:

@@ -37,7 +37,7 @@ class KernelLMConfig(KernelConfig):
         bias: whether linear maps and layer norms have one.
         normalize: divide q and k by their root mean square per head, after a rotation.
         value_embeddings: on every second layer, the last included, a vector of the token is added
-            to the values. Not for `kundu2026`, which has no value projection.
+            to the values.
         windows, short_window: a pattern such as "SSSL"; S sees `short_window` places back, L all.
         memory_length: how many states of earlier segments `new_memory` holds in each layer.
         segment_length: without a cache, read longer sequences segment by segment. Each segment

@@ -119,11 +119,10 @@ def build(parts: Parts, place: Place) -> Attention:
     with torch.device("cpu"), init.no_init_weights():
         layer = _build(parts, small)
     layer = layer.to("meta")
-    if isinstance(layer, KernelAttention):
-        if rows and layer.value_embedding is not None:
-            layer.value_embedding = nn.Embedding(rows, layer.value_embedding.embedding_dim)
-        if layer.tokens is not None and tokens is not None:
-            _lend(layer, tokens)
+    if rows and layer.value_embedding is not None:
+        layer.value_embedding = nn.Embedding(rows, layer.value_embedding.embedding_dim)
+    if isinstance(layer, KernelAttention) and layer.tokens is not None and tokens is not None:
+        _lend(layer, tokens)
     return layer
 
 
@@ -176,7 +175,9 @@ def _gaussian(name: str, options: dict[str, Any], place: Place) -> Attention:
             raise ValueError(f"{name} has its own {part}: leave it out, or name another system")
     if isinstance(options.get("rotary"), int | float) and options["rotary"] is not True:
         options["rotary"] = Rotary(options["rotary"]) if options["rotary"] else False
-    options = {"normalize": not place.normalized} | options
+    # Of the shape of the model, all else acts on projections.
+    vocabulary = place.shape.get("value_vocab")
+    options = {"normalize": not place.normalized, "value_vocab": vocabulary} | options
     return _call(name, place, options)
 
 

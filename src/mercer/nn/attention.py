@@ -31,6 +31,7 @@ from .checks import (
     check_symmetric,
     check_tokens,
 )
+from .embeddings import embed_values
 from .positions import Position, place
 from .tokens import TokenKernels
 
@@ -104,11 +105,7 @@ class KernelAttention(nn.Module):
             self.key = nn.Linear(context_dim, num_kv_heads * head_dim, bias=bias)
         self.value = nn.Linear(context_dim, num_kv_heads * head_dim, bias=bias)
         self.out = nn.Linear(num_heads * head_dim, d_model, bias=bias)
-        self.value_embedding: nn.Embedding | None = None
-        if value_vocab is not None:
-            if value_vocab < 1:
-                raise ValueError(f"value_vocab must be at least 1, got {value_vocab}")
-            self.value_embedding = nn.Embedding(value_vocab, num_kv_heads * head_dim)
+        self.value_embedding = embed_values(value_vocab, num_kv_heads * head_dim)
         if value == "content+position":
             self.position.embed(torch.zeros(1, dtype=torch.long))
         added = self.position.adds or value == "content+position"

@@ -1,4 +1,4 @@
-"""Embeddings t of positions: sinusoids, or learned vectors."""
+"""Embeddings t of positions: sinusoids, or learned vectors; and those that are added to values."""
 
 from __future__ import annotations
 
@@ -55,6 +55,13 @@ def embedder(given: Sinusoid | Learned | None) -> Sinusoid | Learned:
     if given is not None and not isinstance(given, Sinusoid | Learned):
         raise ValueError(f"embedding must be Sinusoid or Learned, got {type(given).__name__}")
     return Sinusoid() if given is None else given
+
+
+def embed_values(count: int | None, width: int) -> nn.Embedding | None:
+    """A learned vector for each token, to be added to its value; None without a number of them."""
+    if count is not None and count < 1:
+        raise ValueError(f"value_vocab must be at least 1, got {count}")
+    return None if count is None else nn.Embedding(count, width)
 
 
 def check_base(base: float) -> None:

@@ -2,7 +2,8 @@
 
 What this must meet: d_model^2 + H parameters and nothing else; x [B, T, d_model] is read as query,
 key and value through one strided view, without copies; a bandwidth cannot leave its bounds; the
-cache holds x once.
+cache holds x once. Value embeddings are the exception that a user asks for: then values differ from
+keys, and the cache holds both.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ..term.features import Features, Input
 from ..term.layout import accumulator
 from ..term.term import Term
 from .cache import Cache, SegmentMemory
-from .checks import check_inputs, check_sizes
+from .checks import check_ids, check_inputs, check_sizes
+from .embeddings import embed_values
 from .positions import Rotary, place
 from .report import Report, measure
 
@@ -54,6 +56,8 @@ class GaussianAttention(nn.Module):
             adds w, the parameter `steering` [H, D], d_model numbers.
         trainable: whether the bandwidths are learned; else they are a buffer.
         normalize: divide x by its root mean square first, without weights.
+        value_vocab: the number of value embeddings; a learned vector of the token is added to the
+            values, v_j = x_j + e(token j). It adds value_vocab d_model numbers.
         dropout: the share of weights dropped in training.
         backend: as in `smooth`.
     """
@@ -71,6 +75,7 @@ class GaussianAttention(nn.Module):
         adaptive: bool = False,
         trainable: bool = True,
         normalize: bool = False,
+        value_vocab: int | None = None,
         dropout: float = 0.0,
         backend: str = "auto",
     ) -> None:
@@ -101,6 +106,7 @@ class GaussianAttention(nn.Module):
         if adaptive:
             self.steering = nn.Parameter(torch.zeros(num_heads, self.head_dim))
         self.out = nn.Linear(d_model, d_model, bias=False)
+        self.value_embedding = embed_values(value_vocab, d_model)
         # In a tuple, so that nn.Module does not register the kernel: it refers to this layer.
         self._kernel = (_LayerRBF(self),)
 
@@ -119,6 +125,8 @@ class GaussianAttention(nn.Module):
         if self.adaptive:
             self.steering.zero_()
         self.out.reset_parameters()
+        if self.value_embedding is not None:
+            self.value_embedding.reset_parameters()
 
     @property
     def bandwidth(self) -> Tensor:
@@ -146,13 +154,19 @@ class GaussianAttention(nn.Module):
         *,
         filter: Filter | None = None,
         cache: Cache | SegmentMemory | None = None,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model].
 
         With a `Cache`, x continues the cached sequence, and the filter is that of the whole
-        sequence. With a `SegmentMemory`, x also sees the states of earlier segments.
+        sequence. With a `SegmentMemory`, x also sees the states of earlier segments. Value
+        embeddings need the ids of the tokens, [B, T].
         """
-        q, k, v, seen = self.parts(x, filter=filter, cache=cache)
+        if self.value_embedding is not None:
+            token_ids = check_ids(token_ids, x, None, self.value_embedding)
+            if isinstance(cache, SegmentMemory):
+                token_ids = cache.extend_ids(token_ids)
+        q, k, v, seen = self.parts(x, filter=filter, cache=cache, token_ids=token_ids)
         out = smooth(
             self.joined_kernel,
             q,
@@ -189,8 +203,13 @@ class GaussianAttention(nn.Module):
         *,
         filter: Filter | None = None,
         cache: Cache | SegmentMemory | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Features, Features, Tensor, Filter]:
-        """The arguments of `smooth`: queries, keys, values and the filter."""
+        """The arguments of `smooth`: queries, keys, values and the filter.
+
+        With a `SegmentMemory`, `token_ids` are those of the memory and of x. Without them, nothing
+        is added to the values.
+        """
         check_inputs(x, None, cache, self.d_model, self.d_model)
         filter = self.filter if filter is None else filter
         check_options(filter, self.backend, self.dropout)
@@ -203,21 +222,30 @@ class GaussianAttention(nn.Module):
         if isinstance(cache, SegmentMemory):
             first = cache.seen - cache.length
             x = cache.extend(x)
-        v = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
+        f = v = self._heads(x)
+        if self.value_embedding is not None and token_ids is not None:
+            v = f + self._heads(self.value_embedding(token_ids).to(x.dtype))
         if isinstance(cache, Cache):
             # A copy, so that later changes of x do not reach the cache.
-            cache.append(None, v if cache.length else v.clone())
-            v = cache.values
+            kept = f if cache.length else f.clone()
+            if self.value_embedding is None:
+                cache.append(None, kept)
+            else:
+                cache.append(Features(content=kept), v)
+            f, v = cache.keys.part("content"), cache.values
             filter = filter.until(v.shape[2], cache.start)
-        k = v
+        k = f
         if self.rotary is not None:
-            # The cache holds v alone: to rotate again costs less than to store rotated keys.
-            k = self.rotary.turn(v, torch.arange(first, first + v.shape[2], device=v.device))
+            # The cache holds x unrotated: to rotate again costs less than to store rotated keys.
+            k = self.rotary.turn(f, torch.arange(first, first + f.shape[2], device=f.device))
         q = Features(content=k[:, :, k.shape[2] - new :])
         if self.rotary is not None and self.adaptive:
             # The bandwidth depends on the token, not on its position: x is taken before rotation.
-            q = Features(content=q.part("content"), bare=v[:, :, v.shape[2] - new :])
+            q = Features(content=q.part("content"), bare=f[:, :, f.shape[2] - new :])
         return q, Features(content=k), v, filter
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
 
     def log_scale(self, q: Features) -> Tensor:
         """log s, [H, 1, 1]; with `adaptive` one for each query, [B, H, Q, 1]."""

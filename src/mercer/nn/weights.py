@@ -85,16 +85,16 @@ def read_call(
     """The call of the smoother, on a copy of the cache."""
     cache = cache.copy() if isinstance(cache, Cache) else copy.copy(cache)
     kernel, backend = layer.joined_kernel, layer.backend
+    mixed = isinstance(layer, KernelAttention) and layer.has_token_kernels
+    tokens = layer.tokens if isinstance(layer, KernelAttention) and mixed else None
+    if tokens is not None or layer.value_embedding is not None:
+        keys = x if context is None else context
+        token_ids = check_ids(token_ids, keys, tokens, layer.value_embedding)
+        if isinstance(cache, SegmentMemory) and context is None:
+            token_ids = cache.extend_ids(token_ids)
     if isinstance(layer, GaussianAttention):
-        q, k, v, seen = layer.parts(x, filter=filter, cache=cache)
-        tokens = None
+        q, k, v, seen = layer.parts(x, filter=filter, cache=cache, token_ids=token_ids)
     else:
-        tokens = layer.tokens if layer.has_token_kernels else None
-        if tokens is not None or layer.value_embedding is not None:
-            keys = x if context is None else context
-            token_ids = check_ids(token_ids, keys, tokens, layer.value_embedding)
-            if isinstance(cache, SegmentMemory) and context is None:
-                token_ids = cache.extend_ids(token_ids)
         q, k, v, seen = layer.parts(
             x, context, filter=filter, cache=cache, token_ids=token_ids, offset=offset
         )
