@@ -1,8 +1,15 @@
-"""Inspect trained models: token kernels by part of speech, and as the style of a corpus."""
+"""Read trained models: what their heads look at, their token kernels, their training.
+
+Everything here takes a model and a batch and gives small tables, which pandas and matplotlib take;
+`mercer inspect` puts them on a page. Importing needs torch alone.
+"""
 
 from .classify import Score as Score
 from .classify import classify as classify
 from .classify import compare as compare
+from .curves import Curve as Curve
+from .curves import Curves as Curves
+from .curves import curves as curves
 from .dendrogram import draw_dendrogram as draw_dendrogram
 from .effects import Cell as Cell
 from .effects import TagEffect as TagEffect
@@ -10,8 +17,22 @@ from .effects import by_layer_and_head as by_layer_and_head
 from .effects import count_ids as count_ids
 from .effects import partial_rank_correlation as partial_rank_correlation
 from .effects import tag_effect as tag_effect
+from .heads import Heads as Heads
+from .heads import HeadSummary as HeadSummary
+from .heads import heads as heads
 from .ngrams import NGrams as NGrams
 from .ngrams import ngram_distances as ngram_distances
+from .positions import DistanceWeight as DistanceWeight
+from .positions import DistanceWeights as DistanceWeights
+from .positions import by_distance as by_distance
+from .queries import Spread as Spread
+from .queries import Spreads as Spreads
+from .queries import query_bandwidths as query_bandwidths
+from .queries import spreads as spreads
+from .records import Records as Records
+from .rows import LayerRows as LayerRows
+from .rows import Rows as Rows
+from .rows import rows as rows
 from .style import Distances as Distances
 from .style import Features as Features
 from .style import distances as distances
@@ -26,3 +47,12 @@ from .tags import read_conllu as read_conllu
 from .tags import tag_words as tag_words
 from .tags import words_in as words_in
 from .tags import words_of as words_of
+from .tokens import PUBLISHED as PUBLISHED
+from .tokens import TagSummaries as TagSummaries
+from .tokens import TagSummary as TagSummary
+from .tokens import TokenKernel as TokenKernel
+from .tokens import Tokens as Tokens
+from .tokens import summarise_tags as summarise_tags
+from .tokens import tags_by_id as tags_by_id
+from .tokens import tokens as tokens
+from .tokens import words_from as words_from

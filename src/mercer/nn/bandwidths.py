@@ -114,7 +114,7 @@ def _report(
     selves = mean_of_rows(alone, counted).tolist() if own else [None] * layer.num_heads
 
     kernels = kernels_with_bandwidth(layer.joined_kernel)
-    sizes = [_bandwidths(kernel, call.q, counted).tolist() for kernel in kernels]
+    sizes = [bandwidths_of(kernel, call.q, counted).tolist() for kernel in kernels]
     heads = []
     for h in range(layer.num_heads):
         same: dict[str, Any] = {"layer": "", "head": h, "visible": seen, "at_bound": False}
@@ -124,7 +124,7 @@ def _report(
     return Report(tuple(heads))
 
 
-def _bandwidths(kernel: Kernel, q: Features, counted: Tensor) -> Tensor:
+def bandwidths_of(kernel: Kernel, q: Features, counted: Tensor) -> Tensor:
     """s of every head, [H]."""
     heads = q.heads
     if isinstance(kernel, AdaptiveRBF):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..bench import machine
+from ..storage.journal import read_journal
 from ..storage.lock import Lock
 from .checkpoints import full_disk
 from .settings import Settings
@@ -153,16 +154,6 @@ class Folder:
         if self.writes:
             assert self.path is not None
             write(self.path / "result.json", json.dumps(result, indent=2) + "\n")
-
-
-def read_journal(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; one that cannot be read, such as a torn one, is left out."""
-    path = folder / "metrics.jsonl"
-    found = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return [r for r in found if isinstance(r, dict) and type(r.get("step")) is int]
 
 
 def write(path: Path, text: str) -> None:

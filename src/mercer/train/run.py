@@ -24,10 +24,11 @@ from transformers.utils import logging
 from .. import own
 from ..models.count import count
 from ..storage import stored
+from ..storage.journal import read_journal
 from .board import Board
 from .checkpoints import Checkpoints, replacing, told_if_full
 from .distributed import Team
-from .folder import Folder, describe, read_journal
+from .folder import Folder, describe
 from .initial import start_from
 from .progress import Progress
 from .scores import save_scores
