@@ -33,13 +33,8 @@ def test_nano_has_the_parameters_of_the_paper():
 
 
 def test_published_sizes():
-    gpt2 = count(presets.lm("gpt2-small", system="lee2018", input_position="learned"))
-    assert gpt2.total == pytest.approx(124.4e6, rel=0.001)
     # Transformer-XL's authors say 151 M.
     assert count(presets.lm("xl-base", adaptive=True)).total == pytest.approx(151e6, rel=0.005)
-    plain = {"position": None, "input_position": "learned"}
-    assert count(presets.vit("deit-tiny", **plain)).total == pytest.approx(5.7e6, rel=0.01)
-    assert count(presets.vit("deit-small", **plain)).total == pytest.approx(22.05e6, rel=0.01)
     # fairseq's shape: 12 attentions of an encoder-decoder are 18 here, 6 of them crossed.
     iwslt = count(presets.translator("iwslt"), LENGTH)
     assert iwslt.parameters["attention"] == 18 * 4 * (512**2 + 512)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 pytest.importorskip("accelerate")
 
 from mercer.cli.train import app
+from mercer.models import presets
 from mercer.studies import Study
 from mercer.train import Settings, run
 from mercer.train.folder import read_journal
@@ -116,6 +117,15 @@ def test_a_run_cannot_get_fewer_steps_or_other_settings(small, trained):
         with pytest.raises(ValueError, match=message):
             run(Settings(**{**settings, **given}))
     assert json.loads((trained / "config.json").read_text())["steps"] == 4
+
+
+def test_a_run_of_a_preset_that_has_changed_since_cannot_go_on(small, trained, monkeypatch):
+    """Its model would be another; the sentence names the fields."""
+    monkeypatch.setitem(presets.LM, "tiny", presets.LM["tiny"] | {"activation": "relu"})
+    settings = Settings(**{**small, "steps": 6}, output=str(trained), resume=True)
+    changed = r"its preset has changed since \(activation was 'gelu', now 'relu'\)"
+    with pytest.raises(ValueError, match=changed):
+        run(settings)
 
 
 def test_a_run_without_checkpoints_is_not_extended(small, tmp_path):

@@ -16,7 +16,7 @@ from ..nn import Cache, KernelAttention, SegmentMemory, attention_weights
 from ..systems import Attention
 
 Norm = Literal["layer", "rms", "rms-plain"]
-Activation = Literal["relu", "gelu", "relu2", "silu"]
+Activation = Literal["relu", "gelu", "gelu-exact", "relu2", "silu"]
 Mlp = Literal["plain", "gated"]
 NORMS = ("layer", "rms", "rms-plain")
 MLPS = ("plain", "gated")
@@ -34,6 +34,7 @@ def gelu(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": gelu,
+    "gelu-exact": F.gelu,
     "relu2": squared_relu,
     "silu": F.silu,
 }

@@ -32,7 +32,8 @@ class KernelLMConfig(KernelConfig):
         norm: "layer", "rms", or "rms-plain" for a division by the root mean square without weights.
         norm_eps: what a norm adds to the mean square; by default 1e-6, in a layer norm 1e-5.
         pre_norm: norms before each sub-layer, or after each sum.
-        activation: "relu", "gelu", "relu2" (its square) or "silu".
+        activation: "relu", "relu2" (its square), "gelu" (its tanh form, as in GPT-2), "gelu-exact"
+            (as in ViT) or "silu".
         mlp: "plain", or "gated" for a feed-forward net W_2 (f(W_3 x) * W_1 x); with "silu", SwiGLU.
         bias: whether linear maps and layer norms have one.
         normalize: divide q and k by their root mean square per head, after a rotation.

@@ -1,4 +1,7 @@
-"""Configs by name. A preset is a shape; the system, or any other field, can be another."""
+"""Configs by name. A preset is a shape; the system, or any other field, can be another.
+
+Presets with the name of a published model are that model: tests compare outputs and parameters.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,14 @@ LM: dict[str, dict[str, Any]] = {
         "embedding_scale": True,
         "initializer_range": 0.02,
     },
+    # GPT-2 of 124 M: positions are learned, and added once.
     "gpt2-small": {
-        "system": "vaswani2017",
         "vocab_size": 50257,
         "d_model": 768,
         "num_layers": 12,
         "num_heads": 12,
         "context_length": 1024,
+        "input_position": "learned",
         "bias": True,
         "dropout": 0.1,
         "attention_dropout": 0.1,
@@ -75,15 +79,15 @@ LM: dict[str, dict[str, Any]] = {
     },
 }
 TRANSLATOR: dict[str, dict[str, Any]] = {
-    # fairseq's transformer_iwslt_de_en.
+    # fairseq's transformer_iwslt_de_en: sinusoids are added once.
     "iwslt": {
-        "system": "vaswani2017",
         "vocab_size": 10000,
         "d_model": 512,
         "encoder_layers": 6,
         "decoder_layers": 6,
         "num_heads": 4,
         "d_ff": 1024,
+        "input_position": "sinusoid",
         "pre_norm": False,
         "bias": True,
         "dropout": 0.3,
@@ -100,10 +104,20 @@ TRANSLATOR: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+DEIT: dict[str, Any] = {
+    "input_position": "learned",
+    "activation": "gelu-exact",
+    "norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "residual_start": "plain",
+    "num_labels": 1000,
+}
 VIT: dict[str, dict[str, Any]] = {
-    "deit-tiny": {"d_model": 192, "num_heads": 3, "num_labels": 1000},
-    "deit-small": {"d_model": 384, "num_heads": 6, "num_labels": 1000},
+    # DeiT without distillation.
+    "deit-tiny": {"d_model": 192, "num_heads": 3, **DEIT},
+    "deit-small": {"d_model": 384, "num_heads": 6, **DEIT},
     "cifar": {
+        "position": "grid",
         "image_size": 32,
         "patch_size": 4,
         "d_model": 256,
@@ -115,6 +129,7 @@ VIT: dict[str, dict[str, Any]] = {
     },
     # 8 x 8 digits.
     "tiny": {
+        "position": "grid",
         "image_size": 8,
         "patch_size": 2,
         "num_channels": 1,
@@ -126,6 +141,8 @@ VIT: dict[str, dict[str, Any]] = {
         "num_labels": 10,
     },
 }
+# A preset's positions give way to those of a system, a position or a kernel that is named.
+POSITIONS = ("position", "input_position")
 # The cutoffs of Transformer-XL's vocabulary on WikiText-103.
 XL_CUTOFFS = (20000, 40000, 200000)
 
@@ -146,9 +163,7 @@ def lm(
     fields = _find(LM, name, "language model")
     if name == "nano":
         fields |= _nano(depth)
-        if system is not None:
-            # Positions are the system's. Not every system takes rotation or value embeddings.
-            fields.pop("position")
+        # Not every system takes value embeddings.
         if systems.is_gaussian(system):
             fields |= {"normalize": False, "value_embeddings": False}
     elif depth != 20:
@@ -177,14 +192,12 @@ def translator(
 def vit(name: str = "tiny", *, system: str | None = None, **overrides: Any) -> KernelViTConfig:
     """The config of a vision transformer: deit-tiny, deit-small, cifar or tiny.
 
-    Without a system, positions are a product of a height and a width kernel. `kundu2026` has no
-    positions of its own, so learned ones are added to its patches.
+    Without a system, positions of cifar and tiny are a product of a height and a width kernel.
+    `kundu2026` has no positions of its own, so learned ones are added to its patches.
     """
     fields = _find(VIT, name, "vision")
-    if system is None:
-        fields["position"] = "grid"
-    elif systems.is_gaussian(system):
-        fields["input_position"] = "learned"
+    if systems.is_gaussian(system):
+        overrides = {"input_position": "learned"} | overrides
     if "id2label" in overrides:
         # The names say how many classes there are.
         fields.pop("num_labels", None)
@@ -217,10 +230,16 @@ def _with(
         if name not in (*known, *config.attribute_map, *LABELS, "trust_kernels"):
             raise ValueError(f"a {config.model_type} has no field {name!r}; {suggest(name, known)}")
     given = {"system": system, "vocab_size": vocab_size}
+    if system is not None or overrides.get("position") is not None or _reads_places(overrides):
+        fields = {name: x for name, x in fields.items() if name not in POSITIONS}
+    if system is not None:
+        fields.pop("system_options", None)
+    return fields | {n: x for n, x in given.items() if x is not None} | dict(overrides)
+
+
+def _reads_places(overrides: Mapping[str, Any]) -> bool:
+    """Whether a kernel is given that reads more than the content."""
     kernel = overrides.get("kernel")
     if isinstance(kernel, str):
         kernel = parse.kernel(kernel, own.trusted(overrides.get("trust_kernels")))
-    if isinstance(kernel, Kernel) and kernel.query_parts - {"content"}:
-        # A kernel that reads positions replaces the preset's position.
-        fields = {name: x for name, x in fields.items() if name != "position"}
-    return fields | {n: x for n, x in given.items() if x is not None} | dict(overrides)
+    return isinstance(kernel, Kernel) and bool(kernel.query_parts - {"content"})

@@ -11,12 +11,14 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..models.config import SPELLED, KernelConfig
 from ..models.count import part_of
 from .checkpoints import Checkpoints
 
@@ -91,6 +93,25 @@ def start_from(model: nn.Module, tokenizer: Any, init: str, say: Callable[[str],
         say(f"not in {init}, so they start as usual: {_list(fresh)}")
     if left:
         say(f"in {init} but not in this model, so they are left out: {_list(left)}")
+
+
+def check_config(config: KernelConfig, checkpoint: Path) -> None:
+    """Raise ValueError if the model of a checkpoint is not the one that the settings give now."""
+    stored = type(config).from_pretrained(checkpoint, trust_kernels=config.trust_kernels)
+    # Kernels may have been replaced after the model was built.
+    names = [n for n in signature(type(config)).parameters if n != "kwargs" and n not in SPELLED]
+    old, new = (_plain({n: getattr(one, n) for n in names}) for one in (stored, config))
+    changed = [f"{n} was {old[n]!r}, now {new[n]!r}" for n in names if old[n] != new[n]]
+    if changed:
+        raise ValueError(
+            f"the run cannot go on: its preset has changed since ({'; '.join(changed)}). Start "
+            "anew with another --output"
+        )
+
+
+def _plain(fields: dict[str, Any]) -> Any:
+    """As JSON has them: lists in place of tuples."""
+    return json.loads(json.dumps(fields))
 
 
 def _read(files: Iterable[Path]) -> dict[str, Tensor]:

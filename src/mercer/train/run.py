@@ -29,7 +29,7 @@ from .board import Board
 from .checkpoints import Checkpoints, replacing, told_if_full
 from .distributed import Team
 from .folder import Folder, describe
-from .initial import start_from
+from .initial import check_config, start_from
 from .progress import Progress
 from .scores import save_scores
 from .settings import Settings
@@ -133,6 +133,7 @@ def _run(
         counted = count(model, task.sequence_length(model.config))
         checkpoint = team.tell(lambda: _find(settings, folder, say))
         if checkpoint is not None:
+            check_config(model.config, Path(checkpoint))
             load_model(model, str(Path(checkpoint) / "model.safetensors"))
         elif settings.init is not None:
             start_from(model, task.tokenizer, settings.init, say if team.main else _silent)
