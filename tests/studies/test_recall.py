@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 def test_kernels_differ_in_the_kernel_alone():
     study = make("full")
-    assert [variant.name for variant in study.variants][:2] == ["exponential-32", "rbf-32"]
+    assert [variant.name for variant in study.variants][:2] == ["exponential-16", "rbf-16"]
     for variant in study.variants:
         name, _, width = variant.name.rpartition("-")
         assert variant.parts["overrides"] == {"d_model": int(width), "d_ff": 2 * int(width)}

@@ -249,6 +249,20 @@ def test_two_processes_learn_as_one_does(fsdp, shared, alone, tmp_path):
     assert_same_curve(folder, alone)
 
 
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_end_with_the_best_model(fsdp, shared, tmp_path):
+    """With a rate so large that a later step is worse than the best."""
+    path = tmp_path / "run"
+    rough = {**shared, "eval_every": 1, "eval_items": 100, "patience": 2, "learning_rate": 3.0,
+             "warmup": 4, "steps": 30, "samples": False, "fsdp": fsdp}  # fmt: skip
+    found = run_together(2, {**rough, "output": str(path)})
+    (steps,) = {answer[2] for answer in found}
+    assert [answer[1] for answer in found] == ["done"] * 2
+    metrics = json.loads((path / "result.json").read_text())["metrics"]
+    assert metrics["best_step"] == steps - 2 < 28
+    assert metrics["eval_loss"] == pytest.approx(min(curve(path, "eval_loss").values()), abs=2e-6)
+
+
 def test_checkpoints_pass_from_one_way_to_the_other(shared, alone, tmp_path):
     folder = tmp_path / "run"
     settings = {**shared, "output": str(folder), "resume": True}

@@ -101,6 +101,13 @@ TokenRate = Annotated[
     _option(OPTIMISER, "Learning rate of token kernels; 5e-3 or `--lr`.", "--token-lr"),
 ]
 Warmup = Annotated[float | None, _option(OPTIMISER, "Warm-up steps; below 1 a share of the run.")]
+Schedule = Annotated[
+    str | None,
+    _option(
+        OPTIMISER,
+        "After the warm-up: `cosine`, down to --floor, or `inverse-sqrt`, without an end.",
+    ),
+]
 Floor = Annotated[
     float | None, _option(OPTIMISER, "The final learning rate, as a share of `--lr`.")
 ]
@@ -116,6 +123,13 @@ Workers = Annotated[int | None, _option(RUNNING, "Processes that load data.")]
 Threads = Annotated[int | None, _option(RUNNING, "CPU threads; as many as are free by default.")]
 LogEvery = Annotated[int | None, _option(FILES, "Steps between logs.", "--log-every")]
 EvalEvery = Annotated[int | None, _option(FILES, "Steps between evaluations.", "--eval-every")]
+Patience = Annotated[
+    int | None,
+    _option(
+        FILES,
+        "End after so many evaluations without a better validation loss; the best model is kept.",
+    ),
+]
 SaveEvery = Annotated[int | None, _option(FILES, "Steps between checkpoints.", "--save-every")]
 Keep = Annotated[int | None, _option(FILES, "How many checkpoints are kept.")]
 EvaluateBy = Annotated[

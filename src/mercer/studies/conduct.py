@@ -165,8 +165,13 @@ def as_record(job: Job, study: Study, result: Any, seconds: float) -> Record:
         finished=datetime.now(UTC).isoformat(),
         settings=dict(job.settings),
         environment=dict(getattr(result, "environment", {})),
-        # Losses of single steps stay in the folder of the job.
-        history=[e for e in with_seconds(result.history) if study.metric.curve.key in e],
+        # Losses of single steps stay in the folder of the job. The last evaluation of a run with a
+        # patience is of the best step, so it is no point of the curve.
+        history=[
+            e
+            for e in with_seconds(result.history)
+            if study.metric.curve.key in e and "best_step" not in e
+        ],
     )
 
 

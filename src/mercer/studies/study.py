@@ -246,7 +246,7 @@ class Study:
 
     def job(self, variant: Variant, seed: int) -> Job:
         """One job; ValueError for unknown or wrong settings."""
-        from ..train.settings import FREE, Settings
+        from ..train.settings import Settings
 
         known = [entry.name for entry in fields(Settings)]
         for name in self.budget:
@@ -265,7 +265,8 @@ class Study:
         chosen["overrides"] = {**both[0], **both[1]}
         located = self._locate(chosen)
         try:
-            resolved = json.loads(Settings(**chosen).resolve().as_json())
+            filled = Settings(**chosen).resolve()
+            resolved = json.loads(filled.as_json())
             if (init := resolved.pop("init")) is not None:
                 from ..train.initial import digest as digest_weights
 
@@ -274,7 +275,7 @@ class Study:
         except ValueError as error:
             raise ValueError(f"{variant.name}: {error}") from None
         # The other settings concern logging and storage, and may differ between machines.
-        settings = {name: value for name, value in resolved.items() if name not in FREE}
+        settings = {name: value for name, value in resolved.items() if name not in filled.free}
         if self.measure is not None:
             settings["measure"] = self.measure.__name__
         if variant.alter is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .best import Best
 from .budget import Budget, share
 from .distributed import Team
 from .settings import Settings
@@ -20,6 +21,7 @@ class Judge:
         self.team = team
         self.metrics: dict[str, Any] = {}
         self.budget = share(settings, len(task.valid), task.step_items)
+        self.best = Best(settings.patience, team)
         self._measured = False
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -38,13 +40,17 @@ class Judge:
                 )
         return self.budget.words(self.task.judged)
 
-    @property
-    def last_differs(self) -> bool:
-        """Whether the last evaluation needs one like those on the way before it, for the curve."""
+    def owes(self, step: int) -> bool:
+        """Whether the last evaluation needs one like those on the way before it.
+
+        It is a point of the curve, and with a patience the last step may be the best one.
+        """
+        if self.best.patience is not None:
+            return self.best.last != step
         return self.budget.time is None and self.budget.usual < self.budget.last
 
     def evaluate(
-        self, model: Any, *, final: bool, sample: bool
+        self, model: Any, step: int, *, final: bool, sample: bool
     ) -> tuple[dict[str, Any], dict[str, str] | None]:
         """The metrics, and a text of the model; random states are as before."""
         budget = self.budget
@@ -55,4 +61,8 @@ class Judge:
             found = self.task.evaluate(model, self.team, final=final, items=most)
             text = self.task.sample(model, self.team) if sample and self.settings.samples else None
         self.metrics = {**found, "eval_items": items}
+        if final and self.best.step:
+            self.metrics["best_step"] = self.best.step
+        elif not final:
+            self.best.note(step, found["eval_loss"], model)
         return self.metrics, text

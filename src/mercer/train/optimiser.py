@@ -35,6 +35,7 @@ def make_optimizer(
 def rate_after(step: int, seconds: float, settings: Settings, limit: float | None = None) -> float:
     """The factor on the rates: a warm-up, then half a cosine down to the floor.
 
+    With the schedule "inverse-sqrt" it then falls as 1 / sqrt(step), whatever the last step is.
     `limit` is the number of seconds after which no step begins; None for none.
     """
     done = 0.0 if limit is None else seconds / limit
@@ -43,6 +44,8 @@ def rate_after(step: int, seconds: float, settings: Settings, limit: float | Non
         warm = settings.warmup if settings.warmup >= 1 else settings.warmup * settings.steps
         if step + 1 < warm:
             return (step + 1) / warm
+        if settings.schedule == "inverse-sqrt":
+            return math.sqrt(max(warm, 1.0) / (step + 1))
         start = warm / settings.steps
     else:
         start = settings.warmup

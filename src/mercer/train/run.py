@@ -25,6 +25,7 @@ from .. import own
 from ..models.count import count
 from ..storage import stored
 from ..storage.journal import read_journal
+from .best import Patience
 from .board import Board
 from .checkpoints import Checkpoints, replacing, told_if_full
 from .distributed import Team
@@ -136,7 +137,7 @@ def _run(
             check_config(model.config, Path(checkpoint))
             load_model(model, str(Path(checkpoint) / "model.safetensors"))
         elif settings.init is not None:
-            start_from(model, task.tokenizer, settings.init, say if team.main else _silent)
+            start_from(model, task.tokenizer, settings.init, say if team.main else lambda _: None)
         with signals() as signal:
             trainer = KernelTrainer(
                 settings=settings,
@@ -153,7 +154,8 @@ def _run(
             _rewind(folder, settings, checkpoint, say)
             begun = time.perf_counter()
             try:
-                trainer.train(resume_from_checkpoint=checkpoint)
+                with contextlib.suppress(Patience):
+                    trainer.train(resume_from_checkpoint=checkpoint)
                 status = _status(trainer)
                 metrics = trainer.judge.metrics
                 if status == "done":
@@ -226,8 +228,9 @@ def _status(trainer: KernelTrainer) -> str:
 
 def _judge(trainer: KernelTrainer, task: Task, test: Task | None, folder: Folder) -> dict[str, Any]:
     """The last evaluation; saves the trained model and its answers if the run has a folder."""
-    if trainer.judge.last_differs:
+    if trainer.judge.owes(trainer.state.global_step):
         trainer.evaluate(quiet=True)
+    trainer.judge.best.restore(trainer.model)
     trainer.evaluate(final=True)
     _save_scores(folder, "valid", task, trainer.judge.metrics)
     metrics = dict(trainer.judge.metrics)
@@ -289,10 +292,6 @@ def _choose_threads(
     if note is not None and team.main and on_progress is not None:
         on_progress(Progress(step=0, steps=settings.steps, note=note))
     return number
-
-
-def _silent(text: str) -> None:
-    """Say nothing."""
 
 
 def make_arguments(settings: Settings) -> TrainingArguments:

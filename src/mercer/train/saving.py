@@ -34,6 +34,7 @@ def save(trainer: KernelTrainer) -> None:
         "whole": trainer.whole.seconds,
         "owing": trainer.owing,
         "budget": trainer.judge.budget.state(),
+        "best": trainer.judge.best.state(),
         "steps": trainer.settings.steps,
         "lines": len(trainer.folder.history),
         **trainer.counts.state(),
@@ -43,6 +44,7 @@ def save(trainer: KernelTrainer) -> None:
     def fill(path: Path) -> None:
         trainer.model.save_pretrained(path, state_dict=weights, whole=False)
         save_file(numbers, path / "optimizer.safetensors")
+        trainer.judge.best.save(path)
         (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
         (path / "random.json").write_text(json.dumps(chance), encoding="utf-8")
         trainer.state.save_to_json(str(path / "trainer_state.json"))
@@ -67,6 +69,7 @@ def load(trainer: KernelTrainer, checkpoint: Path) -> None:
     trainer.whole.before = trainer.agreed_seconds = state.get("whole", state["seconds"])
     trainer.owing = state.get("owing", False)
     trainer.judge.restore(state.get("budget"))
+    trainer.judge.best.load(state.get("best"), checkpoint)
     trainer.counts.load(state, step=trainer.state.global_step)
     if state.get("steps", settings.steps) != settings.steps:
         # The run was extended: from here on the schedule is that of the new length.

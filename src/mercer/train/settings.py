@@ -24,6 +24,7 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 MODES = ("blocks", "sliding", "memory")
 SPLITS = ("valid", "test")
+SCHEDULES = ("cosine", "inverse-sqrt")
 
 # May differ on resume: they change logging, storage, sharding and rounding, not the result.
 FREE = (
@@ -34,7 +35,7 @@ FREE = (
 
 WHOLE = (
     "steps", "batch", "length", "accumulate", "log_every", "eval_every", "save_every", "keep",
-    "beams", "eval_items", "threads", "grown_from",
+    "beams", "eval_items", "threads", "grown_from", "patience",
 )  # fmt: skip
 
 # Settings with text that may name classes of one's own, as `own.py` reads it.
@@ -99,6 +100,8 @@ class Settings:
     bandwidth_rate: float | None = None
     token_rate: float | None = None
     warmup: float = 0.05
+    # After the warm-up: down to `floor` at the last step, or as 1 / sqrt(step), without an end.
+    schedule: str = "cosine"
     floor: float = 0.1
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -112,6 +115,9 @@ class Settings:
     workers: int = 0
     # CPU threads; None: as many as are free, chosen once.
     threads: int | None = None
+    # End after so many evaluations on the way without a better validation loss, and judge the best
+    # of them; None: judge the last step.
+    patience: int | None = None
     # How often, in steps; None: about a hundred logs and ten evaluations, a checkpoint with each.
     log_every: int | None = None
     eval_every: int | None = None
@@ -156,6 +162,7 @@ class Settings:
         self._check_choice("dtype", DTYPES)
         self._check_choice("evaluate_by", MODES)
         self._check_choice("split", SPLITS)
+        self._check_choice("schedule", SCHEDULES)
         if self.device is not None:
             self._check_choice("device", DEVICES)
         sources = [name for name in self._own_sources() if name not in self.untrusted]
@@ -233,8 +240,18 @@ class Settings:
             raise ValueError(
                 f"batch must be a multiple of accumulate, got {self.batch} and {self.accumulate}"
             )
+        for name, given in (("patience", self.patience), ("schedule", self.schedule)):
+            if given not in (None, "cosine") and (self.time is not None or self.steps is None):
+                raise ValueError(
+                    f"{name} {given} counts steps, so the run must have steps, no time"
+                )
         if self.resume and self.output is None:
             raise ValueError("resume needs output, the folder of the run")
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """Settings that do not change the result; with a patience, evaluations do."""
+        return tuple(name for name in FREE if self.patience is None or name != "eval_every")
 
     @property
     def name(self) -> str:
@@ -264,7 +281,7 @@ class Settings:
         return {
             name: (here[name], there[name])
             for name in here
-            if name not in FREE and here[name] != there[name]
+            if name not in self.free and here[name] != there[name]
         }
 
 

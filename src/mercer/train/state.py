@@ -16,7 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -26,6 +30,13 @@ def gather_model(model: nn.Module) -> dict[str, Tensor]:
     """All weights on the CPU, in the main process; collective."""
     found: dict[str, Any] = get_model_state_dict(model, options=WHOLE)
     return found
+
+
+def spread_model(model: nn.Module, weights: dict[str, Tensor], several: bool) -> None:
+    """Load weights that the main process has, into all processes or shards; collective."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
+    given: dict[str, Any] = dict(weights)
+    set_model_state_dict(model, given, options=options)
 
 
 def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

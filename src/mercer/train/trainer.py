@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
+from .best import Patience
 from .board import Board
 from .checkpoints import Checkpoints
 from .conductor import Conductor
@@ -204,6 +205,8 @@ class KernelTrainer(Trainer):
         if self.owing:
             self.owing = False
             self.evaluate()
+        if self.judge.best.over:
+            raise Patience
 
     def note_step(self, step: int) -> None:
         """Share this process's outcome of a step with all processes."""
@@ -264,9 +267,14 @@ class KernelTrainer(Trainer):
         quiet: bool = False,
     ) -> dict[str, float]:
         """The metrics of the task, shown unless `quiet`; the state of training is unchanged."""
-        with self.clock.paused():
-            metrics, text = self.judge.evaluate(self.model, final=final, sample=not quiet)
         step = self.state.global_step
+        with self.clock.paused():
+            metrics, text = self.judge.evaluate(self.model, step, final=final, sample=not quiet)
+        if self.judge.best.over:
+            self.control.should_training_stop = True
+            # Trainer asks again at its end.
+            self.control.should_evaluate = False
+            self.control.should_save = self.checkpoints is not None
         self._tell(step, dict(metrics))
         if text is not None:
             self.folder.note({"step": step, **text})
