@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 pytest.importorskip("accelerate")
 
+from mercer.storage.journal import read_journal
 from mercer.studies import Study
 from mercer.train import Settings, run
 from mercer.train.best import Best
 from mercer.train.distributed import Team
-from mercer.storage.journal import read_journal
 from mercer.train.optimiser import rate_after
 
 ALONE = Team(torch.device("cpu"))
