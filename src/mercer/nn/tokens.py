@@ -6,7 +6,8 @@ import math
 import os
 import warnings
 import weakref
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,8 @@ class TokenKernels(nn.Module):
         vocab_size, size: how many tokens, and how many taps each; odd.
         on: "k" for keys, "v" for values, "kv" for both.
         heads: a kernel for each head. By default all heads share one.
-        layers: separate kernels for each of this many first layers, and none for later layers.
-            By default all layers share one set.
+        layers: separate kernels for each of this many first layers, or for each layer of a list
+            such as [0, 5], and none for other layers. By default all layers share one set.
         temperature: of the softmax; None: free taps, which start exactly at plain attention and
             learn. They are the choice for a model that is already trained.
         boundary: which taps act near the query, as in `vicinity`.
@@ -56,7 +57,7 @@ class TokenKernels(nn.Module):
         *,
         on: Target = "v",
         heads: int | None = None,
-        layers: int | None = None,
+        layers: int | Sequence[int] | None = None,
         temperature: float | None = 0.4,
         boundary: Boundary = "shrink",
         start: float = 10.0,
@@ -67,7 +68,9 @@ class TokenKernels(nn.Module):
         check_temperature("temperature", temperature)
         if on not in ("k", "v", "kv"):
             raise ValueError(f"on must be 'k', 'v' or 'kv', got {on!r}")
-        for name, count in (("vocab_size", vocab_size), ("heads", heads), ("layers", layers)):
+        layers = layers if layers is None or isinstance(layers, int) else _listed(layers)
+        each = len(layers) if isinstance(layers, tuple) else layers
+        for name, count in (("vocab_size", vocab_size), ("heads", heads), ("layers", each)):
             if count is not None and (not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if not math.isfinite(start):
@@ -75,7 +78,7 @@ class TokenKernels(nn.Module):
         self.vocab_size, self.size, self.on = vocab_size, size, on
         self.heads, self.layers = heads, layers
         self.temperature, self.boundary, self.start = temperature, boundary, start
-        self.weight = nn.Parameter(torch.empty(vocab_size, layers or 1, len(on), heads or 1, size))
+        self.weight = nn.Parameter(torch.empty(vocab_size, each or 1, len(on), heads or 1, size))
         if abs(slope := self.start_slope()) < LEAST_SLOPE and size > 1:
             # Python shows one warning of a text and a place once.
             warnings.warn(
@@ -106,6 +109,8 @@ class TokenKernels(nn.Module):
 
     def acts_on(self, layer: int) -> bool:
         """Whether this layer has token kernels."""
+        if isinstance(self.layers, tuple):
+            return layer in self.layers
         return self.layers is None or layer < self.layers
 
     def forward(self, token_ids: Tensor, layer: int = 0) -> Taps:
@@ -119,7 +124,8 @@ class TokenKernels(nn.Module):
             return Taps(None, None)
         # The gradient of a view needs no copy.
         one = self.weight.shape[1] == 1
-        table = self.weight.squeeze(1) if one else self.weight[:, layer]  # [V, targets, H or 1, S]
+        column = self.layers.index(layer) if isinstance(self.layers, tuple) else layer
+        table = self.weight.squeeze(1) if one else self.weight[:, column]  # [V, targets, H or 1, S]
         taps = dict(zip(self.on, gather(table, token_ids), strict=True))
         return Taps(taps.get("k"), taps.get("v"))
 
@@ -170,6 +176,22 @@ class TokenKernels(nn.Module):
         return torch.linalg.vector_norm(kernels - dirac, dim=-1)
 
     @classmethod
+    def like(cls, model: nn.Module, size: int = 3, **options: Any) -> Self:
+        """Token kernels for the vocabulary of a model of transformers, with free taps.
+
+        Free taps (`temperature=None`) start exactly at plain attention, so the model stays what it
+        is until they are trained. `options` are the arguments of the class.
+        """
+        find = getattr(model, "get_input_embeddings", None)
+        embedding = find() if find is not None else None
+        if not isinstance(embedding, nn.Embedding):
+            raise ValueError(
+                f"{type(model).__name__} has no embedding of tokens, so there is no vocabulary for "
+                "token kernels"
+            )
+        return cls(embedding.num_embeddings, size, **{"temperature": None, **options})
+
+    @classmethod
     def load_published(
         cls,
         path: str | os.PathLike[str],
@@ -214,6 +236,18 @@ class TokenKernels(nn.Module):
     def __getstate__(self) -> dict[str, object]:
         # A weak reference cannot be copied or saved.
         return self.__dict__ | {"_checked": None}
+
+
+def _listed(layers: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of layers, checked."""
+    listed = tuple(layers) if isinstance(layers, list | tuple) else ()
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in listed)
+    if not listed or not whole or len(set(listed)) < len(listed):
+        raise ValueError(
+            f"layers must be how many first layers, or a list of different layers such as [0, 5], "
+            f"got {layers!r}"
+        )
+    return listed
 
 
 def _readings(taps: int, layers: int | None, heads: int | None) -> list[tuple[int, int, int]]:

@@ -1,0 +1,134 @@
+"""The module that owns the kernel of an attention layer, as its submodule `mercer`.
+
+Its `forward` computes the attention. So whatever walks over modules, parameters and calls finds it:
+state dicts, optimizers, hooks, and PEFT's `modules_to_save`, which wraps a module and calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from ...filters import Documents, Mask
+from ...filters.base import can_read
+from ...kernels import Exponential, Kernel
+from ...smoother import smooth
+from ...tokenwise.vicinity import vicinity
+from .masks import Seen
+from .moving import kept
+from .tokens import Tokens
+from .weights import weights_of
+
+# The buffer by which transformers' report of a plain loading tells what to do.
+MARK = "load_with_mercer_integrations_hf"
+
+
+class Host(nn.Module):
+    """Attention with a kernel: [B, H, Q, D], [B, H, K, D], [B, H, K, V] -> [B, H, Q, V].
+
+    Args:
+        kernel: None keeps softmax with the model's scale.
+        number: the number of the layer.
+        of: the module with the token kernels of the model, as `mercer_tokens`, if it has some.
+    """
+
+    def __init__(self, kernel: Kernel | None, number: int, of: nn.Module | None) -> None:
+        super().__init__()
+        self.number = number
+        # In a tuple, so that it is not registered as a submodule.
+        self.of = (of,)
+        self.set(kernel)
+
+    def set(self, kernel: Kernel | None) -> None:
+        """Replace the kernel."""
+        self.chosen = kernel is not None
+        self.kernel = Exponential() if kernel is None else kernel
+        if self.chosen:
+            self.register_buffer(MARK, torch.ones((), dtype=torch.uint8))
+        elif MARK in self._buffers:
+            del self._buffers[MARK]
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """The token kernels that act on this layer."""
+        tokens: Tokens | None = getattr(self.of[0], "mercer_tokens", None)
+        return tokens if tokens is not None and tokens.kernels.acts_on(self.number) else None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seen: Seen,
+        scaling: float | None = None,
+        dropout_p: float = 0.0,
+        token_ids: Tensor | None = None,
+        weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and the weights [B, H, Q, K] if they are wanted."""
+        self._take(scaling)
+        tokens = self.tokens
+        if tokens is not None:
+            if weights:
+                raise ValueError(
+                    f"layer {self.number} has token kernels, whose queries see keys and values of "
+                    "their own, so it has no table of weights: output_attentions is not possible"
+                )
+            return self._vicinity(tokens, q, k, v, seen, dropout_p, token_ids), None
+        out = smooth(self.kernel, q, k, v, filter=seen.filter, dropout_p=dropout_p)
+        return out, weights_of(self.kernel, q, k, seen.filter) if weights else None
+
+    def _take(self, scaling: float | None) -> None:
+        """Exponentials without a scale take the model's."""
+        if scaling is None:
+            return
+        for kernel in self.kernel.modules():
+            if isinstance(kernel, Exponential) and kernel.arguments == "":
+                kernel.scale = scaling
+
+    def _vicinity(
+        self,
+        tokens: Tokens,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seen: Seen,
+        dropout_p: float,
+        token_ids: Tensor | None,
+    ) -> Tensor:
+        if token_ids is None:
+            raise ValueError(
+                f"the token kernels of layer {self.number} need the ids of the tokens, but none "
+                "reached the layer: call the model with input_ids"
+            )
+        if token_ids.shape[1] != k.shape[2]:
+            raise ValueError(
+                f"layer {self.number} has {k.shape[2]} keys for {token_ids.shape[1]} tokens: "
+                "token kernels read neighbours, which a cache of a sliding window has dropped; "
+                "generate with past_key_values=DynamicCache(), which keeps all keys"
+            )
+        filter = seen.filter
+        if isinstance(filter, Mask) and not can_read(filter.visible):
+            raise ValueError(
+                "in a compiled graph token kernels cannot read the mask of this call, and do not "
+                "know which tokens belong together: give the model attention_mask, [B, T], or do "
+                "not compile it"
+            )
+        if seen.real is not None:
+            # Taps on padding contribute zero.
+            filter = filter & Documents(seen.real.long())
+        taps, kernels = tokens(token_ids, self.number), tokens.kernels
+        return vicinity(
+            q, k, v, key_taps=taps.keys, value_taps=taps.values, normalize=kernels.temperature,
+            boundary=kernels.boundary, kernel=self.kernel, filter=filter, dropout_p=dropout_p,
+        )  # fmt: skip
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(kept(fn), recurse)
+
+    def extra_repr(self) -> str:
+        return "" if self.chosen else "as it came"
