@@ -10,6 +10,7 @@ from .backends import Task
 from .dispatch import choose as dispatch
 from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
+from .filters.places import Where
 from .kernels import Kernel
 from .term.biases import QueryTable, Relative
 from .term.factors import Factor
@@ -33,11 +34,14 @@ class Explanation:
     memory: int
     vicinity: str = ""
     kernels: str = ""
+    places: str = ""
 
     def __str__(self) -> str:
         lines = [f"kernel    {self.formula}", f"filter    {self.filter}", f"shape     {self.shape}"]
         if self.vicinity:
             lines.insert(1, f"vicinity  {self.vicinity}")
+        if self.places:
+            lines.append(f"places    {self.places}")
         for n, term in enumerate(self.terms):
             lines.append(f"{'lowers to' if n == 0 else '        +'} {term}")
         if not self.terms:
@@ -61,9 +65,10 @@ def explain(
     backend: str = "auto",
     dropout_p: float = 0.0,
     return_log_mass: bool = False,
+    places: Where | None = None,
 ) -> Explanation:
     """Which backend `smooth` would run with these arguments, why, and how the kernel lowers."""
-    problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
+    problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend, places)
     tasks = problem.tasks()
     choice = dispatch.choose(tasks, backend)
     return Explanation(
@@ -78,6 +83,7 @@ def explain(
         refusals=dispatch.refusals(tasks, choice.name),
         memory=_memory(problem, tasks, choice.name),
         kernels=dispatch.kernels(tasks, choice.name),
+        places="" if problem.places is None else str(problem.places),
     )
 
 

@@ -6,7 +6,7 @@
 w is a kernel, M a filter. `reference` is this formula, dense: the specification of all backends.
 `smooth` gives the same numbers from the fastest backend that takes the kernel. A row that sees
 nothing gives 0 and log_mass = -inf. NaN or infinity in an input gives NaN in the rows that see it,
-and nowhere else. The last query is aligned with the last key.
+and nowhere else. The last query is aligned with the last key, unless places are said.
 
 Letters, everywhere: B batch, H heads, Q queries, K keys, D features of a head, V values.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 from .dispatch import choose as dispatch
 from .dispatch.problem import Problem, prepare
 from .filters import Filter, Full
+from .filters.places import Where
 from .kernels import Kernel
 from .term.features import Input
 from .term.layout import accumulator, repeat
@@ -33,14 +34,14 @@ from .term.mix import Smoothed
 @overload
 def smooth(
     kernel: Kernel, q: Input, k: Input, v: Tensor, *, filter: Filter = ..., backend: str = ...,
-    dropout_p: float = ..., return_log_mass: Literal[False] = ...,
+    dropout_p: float = ..., return_log_mass: Literal[False] = ..., places: Where | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def smooth(
     kernel: Kernel, q: Input, k: Input, v: Tensor, *, filter: Filter = ..., backend: str = ...,
-    dropout_p: float = ..., return_log_mass: Literal[True],
+    dropout_p: float = ..., return_log_mass: Literal[True], places: Where | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -54,6 +55,7 @@ def smooth(
     backend: str = "auto",
     dropout_p: float = 0.0,
     return_log_mass: bool = False,
+    places: Where | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_i = sum_j w(q_i, k_j) v_j / sum_j w(q_i, k_j) over the keys j that the filter lets i see.
 
@@ -67,8 +69,11 @@ def smooth(
         dropout_p: the share of weights that is dropped; the others are scaled by 1 / (1 - p).
         return_log_mass: also return the log of the denominator, [B, H, Q], in float32 or float64;
             for a signed kernel, of its absolute value.
+        places: where the queries and the keys stand, for filters and kernels that read i and j: a
+            pair of whole numbers, the places of the first ones, or of tensors [B, Q] and [B, K]. By
+            default the first key is at 0 and the last query beside the last key.
     """
-    problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
+    problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend, places)
     return finish(problem, lambda: solve(problem, backend))
 
 

@@ -217,7 +217,7 @@ def test_token_kernels_refuse_masks_of_heads_and_what_a_graph_cannot_read(monkey
     with pytest.raises(ValueError, match="the same for all heads"):
         mc.vicinity(q, k, v, value_taps=taps, filter=mc.Mask(draw(2, K, K)))
     lower = torch.ones(K, K).tril().bool()
-    for name in ("filters.data", "tokenwise.vicinity"):
+    for name in ("filters.mask", "tokenwise.vicinity"):
         monkeypatch.setattr(f"mercer.{name}.can_read", lambda x: False)
     with pytest.raises(ValueError, match=r"Mask\(\[1, 1, 9, 9\]\) cannot be read"):
         mc.vicinity(q, k, v, value_taps=taps, filter=mc.Mask(lower))

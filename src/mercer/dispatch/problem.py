@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..backends import Task
 from ..filters import Filter
+from ..filters.placed import hides_later, place
+from ..filters.places import Places, read_places
 from ..kernels import Kernel
 from ..term.features import Features, Input
 from ..term.layout import accumulator, repeat
@@ -30,6 +32,8 @@ class Problem:
     batch: int
     dropout_p: float
     log_mass: bool
+    causal: bool  # whether no query sees a key at a later place
+    places: Places | None = None  # where they are said
     # Features and values that were not finite are zero, and marked here. So gradients stay finite.
     bad_queries: Tensor | None = None  # [B or 1, H, Q]
     bad_keys: Tensor | None = None  # [B or 1, H, K]
@@ -51,7 +55,7 @@ class Problem:
         num_queries, num_keys = self.q.length, self.k.length
         return tuple(
             Task(
-                term=term.resolve(num_queries, num_keys, causal=self.filter.causal),
+                term=term.resolve(num_queries, num_keys, causal=self.causal),
                 v=self.v,
                 filter=self.filter,
                 batch=self.batch,
@@ -76,6 +80,7 @@ def prepare(
     dropout_p: float,
     log_mass: bool,
     backend: str,
+    places: object = None,
 ) -> Problem:
     """Check the arguments of a call; raise ValueError if they do not fit together."""
     if not isinstance(kernel, Kernel):
@@ -96,15 +101,34 @@ def prepare(
         lower = torch.get_autocast_dtype(device)
         q, k, v = q.to(lower), k.to(lower), v.to(lower)
     _check_dtypes(q, k, v)
+    causal, filter = filter.causal, filter.to(v.device)
+    said = read_places(places, batch, q.length, k.length, v.device)
+    if said is not None:
+        _check_kernel(kernel)
+        causal = hides_later(filter)
+        if causal and backend != "reference":
+            said = said.without_later_keys()
+            k, v = k.rows(0, said.num_keys), v[:, :, : said.num_keys]
+        filter = place(filter, said, v.device)
+        if said.shift != 0:
+            q, k = q.at(said.q), k.at(said.k)
     filter.check(batch, q.length, k.length)
     if filter.heads is not None and filter.heads != q.heads:
         raise ValueError(
             f"{filter!r} was made for {filter.heads} heads, but the queries have {q.heads}"
         )
     return Problem(
-        kernel=kernel, q=q, k=k, v=v, filter=filter.to(v.device), batch=batch,
-        dropout_p=float(dropout_p), log_mass=log_mass,
+        kernel=kernel, q=q, k=k, v=v, filter=filter, batch=batch,
+        dropout_p=float(dropout_p), log_mass=log_mass, causal=causal, places=said,
     )  # fmt: skip
+
+
+def _check_kernel(kernel: Kernel) -> None:
+    if kernel.relative and not kernel.placed:
+        raise ValueError(
+            f"{kernel!r} reads i - j, but does not know places that are said: read them from "
+            "`Features.places`, and set `placed = True` in its class"
+        )
 
 
 def check_options(filter: object, backend: str, dropout_p: float) -> None:
@@ -130,8 +154,7 @@ def _may_be_broken(q: Features, k: Features, v: Tensor) -> bool:
 def _cleaned(x: Features, heads: int) -> tuple[Features, Tensor]:
     """Features with zeros in place of NaN and infinity, and a mask of them, [B or 1, H, T]."""
     bad = [repeat(_broken(part), part.shape[0], heads) for part in x.tensors()]
-    parts = {name: torch.where(part.isfinite(), part, 0.0) for name, part in x.items()}
-    return Features(**parts), reduce(or_, bad)
+    return x.each(lambda part: torch.where(part.isfinite(), part, 0.0)), reduce(or_, bad)
 
 
 def _broken(x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from .base import Full as Full
 from .base import Or as Or
 from .base import Span as Span
 from .data import Documents as Documents
-from .data import Mask as Mask
 from .data import Padding as Padding
+from .mask import Mask as Mask
 from .patterns import Earlier as Earlier
 from .patterns import Fixed as Fixed
 from .patterns import Memory as Memory

@@ -2,7 +2,8 @@
 
 One definition, `sees`, elementwise in the batch index b, the query's place i and the key's place j
 (both count from the first key; query n sits at n + K - Q), gives the dense mask, SDPA's arguments,
-FlexAttention's block mask, and with `covers` the blocks that a blockwise backend visits.
+FlexAttention's block mask, and with `covers` the blocks that a blockwise backend visits. Where
+places are said, `placed.py` moves the filter.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from operator import and_, or_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..opaque.spec import Spec
+from .blocks import block_mask
 from .entry import Entry
+from .places import Places
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# The side of FlexAttention's blocks, and how many rows of them are looked at together.
-BLOCK, STRIPE = 128, 8
 Index = Any  # an int or a tensor of ints, broadcast against the others
 
 
@@ -97,6 +97,10 @@ class Filter(Spec):
     def until(self, num_keys: int, start: int) -> Filter:
         """The filter of a whole sequence while only its first keys exist (decoding)."""
         return self
+
+    def by_rows(self, places: Places) -> Filter | None:
+        """The same keys, where places are counted from the first key; None: no such filter."""
+        return self if places.usual else None
 
     def to(self, device: torch.device) -> Filter:
         return self
@@ -175,24 +179,8 @@ class Filter(Spec):
     def block_mask(
         self, num_queries: int, num_keys: int, device: torch.device | str = "cpu"
     ) -> BlockMask:
-        """FlexAttention's block mask, made from a few rows of blocks at a time."""
-        from torch.nn.attention.flex_attention import BlockMask
-
-        start = num_keys - num_queries
-        stripes = []
-        for i in torch.arange(start, num_keys, device=device).split(STRIPE * BLOCK):
-            ends = (0, -num_keys % BLOCK, 0, -len(i) % BLOCK)
-            seen = F.pad(self.mask_of_rows(i, num_keys, start), ends)
-            stripes.append(seen.unflatten(-1, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5)))
-        counts = torch.cat(stripes, 2)  # [B or 1, H or 1, blocks of queries, blocks of keys]
-        whole = counts == BLOCK**2
-        return BlockMask.from_kv_blocks(
-            *_listed((counts > 0) & ~whole),
-            *_listed(whole),
-            BLOCK_SIZE=BLOCK,
-            mask_mod=self.mask_mod(num_queries, num_keys),
-            seq_lengths=(num_queries, num_keys),
-        )
+        """FlexAttention's block mask."""
+        return block_mask(self, num_queries, num_keys, device)
 
 
 def can_read(x: Tensor) -> bool:
@@ -219,11 +207,6 @@ def _contents(x: object) -> object:
     return (tuple(x.shape), tuple(x.flatten().tolist())) if readable else id(x)
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per block of queries: the number of visible key blocks, and their indices, visible first."""
-    return blocks.sum(-1).int(), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
-
-
 @dataclass(frozen=True)
 class Full(Filter):
     """Every query sees every key."""
@@ -232,6 +215,9 @@ class Full(Filter):
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return True
+
+    def by_rows(self, places: Places) -> Filter | None:
+        return self
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         return True
@@ -249,6 +235,9 @@ class Causal(Filter):
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return j <= i
+
+    def by_rows(self, places: Places) -> Filter | None:
+        return self if places.shift == 0 else None
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         return True if j.last <= i.first else False if j.first > i.last else None

@@ -1,4 +1,4 @@
-"""Filters that come with the batch: lengths, documents, and masks.
+"""Filters that come with the batch: lengths and documents.
 
 Each holds a table: its own copy, so that later writes to the given tensor do not reach it.
 """
@@ -12,8 +12,9 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from .base import Filter, Index, Joined, Span, can_read
+from .base import Filter, Index, Span, can_read
 from .entry import Entry
+from .places import Places
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class Padding(Tabled):
         table = torch.as_tensor(lengths)
         if table.dim() != 1 or not _is_whole(table) or table.dtype == torch.bool:
             raise ValueError(f"lengths must be whole numbers, one per sequence [B], got {lengths}")
-        self._hold(_copied(table))
+        self._hold(copied(table))
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return j < self.lengths[b]
@@ -98,7 +99,7 @@ class Padding(Tabled):
         return self.lengths.shape[0]
 
     def check(self, batch: int, num_queries: int, num_keys: int) -> None:
-        _check_batch("Padding", self.lengths.shape[0], batch)
+        check_batch("Padding", self.lengths.shape[0], batch)
         if not can_read(self.lengths) or not batch:
             return
         shortest, longest = self.extremes
@@ -107,6 +108,11 @@ class Padding(Tabled):
                 f"lengths must be from 0 to the {num_keys} keys of the call, "
                 f"but reach from {shortest} to {longest}"
             )
+
+    def by_rows(self, places: Places) -> Filter | None:
+        if isinstance(places.k, Tensor):
+            return None
+        return self._with((self.lengths - places.k).clamp(min=0, max=places.num_keys))
 
     def until(self, num_keys: int, start: int) -> Filter:
         return self._with(self.lengths.clamp(max=num_keys))
@@ -121,7 +127,10 @@ class Padding(Tabled):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Tabled):
-    """ids[b, i] = ids[b, j]: sequences packed into one row do not see each other."""
+    """ids[b, i] = ids[b, j]: sequences packed into one row do not see each other.
+
+    Query n has the id of the key at its place, or queries[b, n] where those are given.
+    """
 
     entry = Entry(
         text=False,
@@ -131,164 +140,127 @@ class Documents(Tabled):
     )
 
     ids: Tensor  # [B, K]
+    queries: Tensor | None = None  # [B, Q]
 
-    def __init__(self, ids: Tensor | Sequence[Sequence[int]]) -> None:
-        table = torch.as_tensor(ids)
-        table = table[None] if table.dim() == 1 else table
-        if table.dim() != 2 or not _is_whole(table):
-            raise ValueError(
-                f"ids must be whole numbers [B, K], got {table.dtype} {list(table.shape)}"
-            )
-        self._hold(_copied(table))
+    def __init__(
+        self,
+        ids: Tensor | Sequence[Sequence[int]],
+        queries: Tensor | Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._hold(_ids("ids", "K", ids))
+        given = None if queries is None else _ids("queries", "Q", queries)
+        if given is not None and 1 not in (given.shape[0], self.ids.shape[0]):
+            check_batch("Documents", given.shape[0], self.ids.shape[0])
+        object.__setattr__(self, "queries", given)
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        own = self.ids[b if self.ids.shape[0] > 1 else 0, j]
+        if self.queries is not None:
+            return self.queries[b if self.queries.shape[0] > 1 else 0, i - start] == own
         # A query before the first key (Q > K) belongs to no document.
         b = b if self.ids.shape[0] > 1 else 0
-        same = self.ids[b, i.clamp(min=0) if isinstance(i, Tensor) else max(i, 0)] == self.ids[b, j]
-        return same & (i >= 0)
+        return (self.ids[b, i.clamp(min=0) if isinstance(i, Tensor) else max(i, 0)] == own) & (
+            i >= 0
+        )
 
     def joins(self, b: Index, j: Index, m: Index) -> Index:
         b = b if self.ids.shape[0] > 1 else 0
         return self.ids[b, j] == self.ids[b, m]
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
-        if not can_read(self.ids) or i.first < 0:
+        asking = self.ids if self.queries is None else self.queries
+        if not (can_read(self.ids) and can_read(asking)) or (self.queries is None and i.first < 0):
             return None
-        queries, keys = self._range(i), self._range(j)
+        rows = i if self.queries is None else Span(i.first - start, i.last - start)
+        queries, keys = self._range(asking, rows), self._range(self.ids, j)
         apart = (queries[0] > keys[1]) | (keys[0] > queries[1])
         if bool(apart.all()):
             return False
         same = (queries[0] == queries[1]) & (keys[0] == keys[1]) & (queries[0] == keys[0])
         return True if bool(same.all()) else None
 
-    def _range(self, span: Span) -> tuple[Tensor, Tensor]:
+    def _range(self, table: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """The smallest and largest id at these places, per sequence."""
-        part = self.ids[:, span.first : span.last + 1]
-        return self._once(span, lambda: (part.amin(-1), part.amax(-1)))
+        part = table[:, span.first : span.last + 1]
+        return self._once((table is self.ids, span), lambda: (part.amin(-1), part.amax(-1)))
 
     @property
     def batch(self) -> int | None:
-        return self.ids.shape[0] if self.ids.shape[0] > 1 else None
+        sizes = [x.shape[0] for x in (self.ids, self.queries) if x is not None]
+        return max(sizes) if max(sizes) > 1 else None
 
     def check(self, batch: int, num_queries: int, num_keys: int) -> None:
-        if self.ids.shape[0] != 1:
-            _check_batch("Documents", self.ids.shape[0], batch)
+        if self.batch is not None:
+            check_batch("Documents", self.batch, batch)
         if self.ids.shape[1] != num_keys:
             raise ValueError(
                 f"Documents has ids for {self.ids.shape[1]} keys, but there are {num_keys}"
             )
+        if self.queries is not None and self.queries.shape[1] != num_queries:
+            raise ValueError(
+                f"Documents has ids for {self.queries.shape[1]} queries, "
+                f"but there are {num_queries}"
+            )
+
+    def by_rows(self, places: Places) -> Filter | None:
+        self.check(self.batch or 1, places.num_queries, places.num_keys + places.left_out)
+        asking = self.queries
+        if asking is None:
+            asking = self.ids[:, rows_of_keys(self, places, "Documents(ids, queries=…)")]
+        other = self._with(self.ids[:, : places.num_keys])
+        object.__setattr__(other, "queries", asking)
+        return other
 
     def until(self, num_keys: int, start: int) -> Filter:
         return self._with(self.ids[:, :num_keys])
 
-    def __repr__(self) -> str:
-        return f"Documents({list(self.ids.shape)})"
+    def to(self, device: torch.device) -> Filter:
+        if self.ids.device == device:
+            return self
+        return self._with(self.ids.to(device))
 
-
-@dataclass(frozen=True, eq=False)
-class Mask(Tabled):
-    """visible[b, h, n, j] for query n; True = visible.
-
-    Rows are aligned with the last query, so a mask [K, K] of a whole sequence also serves the calls
-    of its last queries.
-    """
-
-    entry = Entry(
-        text=False,
-        examples={
-            "mask": lambda: Mask(torch.arange(242).view(2, 1, 11, 11) * 7 % 11 < 6),
-        },
-    )
-
-    visible: Tensor  # [B or 1, H or 1, Q or 1, K]
-
-    def __init__(self, visible: Tensor | Sequence[Sequence[bool]]) -> None:
-        table = torch.as_tensor(visible)
-        if table.dtype != torch.bool:
-            raise ValueError(
-                f"a mask must be boolean, True where a key is visible, got {table.dtype}; "
-                "of numbers that are added to scores, it is numbers == 0"
-            )
-        if not 1 <= table.dim() <= 4:
-            raise ValueError(
-                "a mask must be [B, H, Q, K], or fewer dimensions that repeat, "
-                f"got {list(table.shape)}"
-            )
-        self._hold(_copied(table[(None,) * (4 - table.dim())]))
-
-    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
-        if self.heads is not None:
-            raise ValueError(f"{self!r} differs between heads, which is not possible here")
-        return self.shows(b, 0, i, j, start)
-
-    def shows(self, b: Index, h: Index, i: Index, j: Index, start: int) -> Index:
-        batch, heads, rows, keys = self.visible.shape
-        n = i - (keys - rows) if rows > 1 else 0
-        return self.visible[b if batch > 1 else 0, h if heads > 1 else 0, n, j]
-
-    def covers(self, i: Span, j: Span, start: int) -> bool | None:
-        if not can_read(self.visible):
-            return None
-        rows, keys = self.visible.shape[2:]
-        first, last = (i.first - (keys - rows), i.last - (keys - rows)) if rows > 1 else (0, 0)
-        block = self.visible[:, :, first : last + 1, j.first : j.last + 1]
-        shown = self._once((first, last, j), lambda: (bool(block.all()), bool(block.any())))
-        return True if shown[0] else None if shown[1] else False
-
-    @property
-    def causal(self) -> bool:
-        # A row that serves all queries shows a key that is later than some.
-        if not can_read(self.visible) or self.visible.shape[2] == 1:
-            return False
-        return self._once("causal", self._hides_the_future)
-
-    def _hides_the_future(self) -> bool:
-        rows, keys = self.visible.shape[2:]
-        return not bool(self.visible.triu(keys - rows + 1).any())
-
-    @property
-    def batch(self) -> int | None:
-        return self.visible.shape[0] if self.visible.shape[0] > 1 else None
-
-    @property
-    def heads(self) -> int | None:
-        return self.visible.shape[1] if self.visible.shape[1] > 1 else None
-
-    @property
-    def same_for_all(self) -> bool:
-        return self.visible.shape[2] == 1
-
-    def check(self, batch: int, num_queries: int, num_keys: int) -> None:
-        if self.batch is not None:
-            _check_batch("Mask", self.batch, batch)
-        rows, keys = self.visible.shape[2:]
-        if keys != num_keys or not (rows in (1, num_queries) or rows == keys >= num_queries):
-            raise ValueError(
-                f"Mask was made for {rows} queries and {keys} keys, "
-                f"but there are {num_queries} queries and {num_keys} keys"
-            )
-
-    def until(self, num_keys: int, start: int) -> Filter:
-        rows, keys = self.visible.shape[2:]
-        kept = rows if rows == 1 else max(rows - max(keys - num_keys, 0), 0)
-        return self._with(self.visible[:, :, :kept, :num_keys])
+    def _with(self, table: Tensor) -> Self:
+        other = super()._with(table)
+        asking = None if self.queries is None else self.queries.to(table.device)
+        object.__setattr__(other, "queries", asking)
+        return other
 
     def __repr__(self) -> str:
-        return f"Mask({list(self.visible.shape)})"
+        asking = "" if self.queries is None else f", queries {list(self.queries.shape)}"
+        return f"Documents({list(self.ids.shape)}{asking})"
 
 
-def masks_of(filter: Filter) -> list[Mask]:
-    """The masks in a filter."""
-    if isinstance(filter, Joined):
-        return [mask for part in filter.filters for mask in masks_of(part)]
-    return [filter] if isinstance(filter, Mask) else []
+def rows_of_keys(filter: Filter, places: Places, better: str) -> slice:
+    """Which keys stand where the queries do."""
+    whole = places.num_keys + places.left_out
+    if isinstance(places.q, Tensor) or isinstance(places.k, Tensor):
+        first, fits = 0, places.own
+    else:
+        first = places.q - places.k
+        fits = 0 <= first <= whole - places.num_queries
+    if not fits:
+        raise ValueError(
+            f"{filter!r} does not say which of its entries belong to the {places.num_queries} "
+            f"queries, since places are said: give {better}"
+        )
+    return slice(first, first + places.num_queries)
+
+
+def _ids(name: str, length: str, given: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    table = torch.as_tensor(given)
+    table = table[None] if table.dim() == 1 else table
+    if table.dim() != 2 or not _is_whole(table):
+        raise ValueError(
+            f"{name} must be whole numbers [B, {length}], got {table.dtype} {list(table.shape)}"
+        )
+    return copied(table)
 
 
 def _is_whole(table: Tensor) -> bool:
     return not (table.is_floating_point() or table.is_complex())
 
 
-def _copied(table: Tensor) -> Tensor:
+def copied(table: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return table.clone()
     # Tensors of inference mode do not count what is written to them.
@@ -296,6 +268,6 @@ def _copied(table: Tensor) -> Tensor:
         return table.clone()
 
 
-def _check_batch(name: str, came: int, batch: int) -> None:
+def check_batch(name: str, came: int, batch: int) -> None:
     if came != batch:
         raise ValueError(f"{name} was made for {came} sequences, but the batch has {batch}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from .base import Causal, Filter, Index, Span
 from .entry import Entry
+from .places import Places
 
 # Places are compared in 64 bits.
 FARTHEST = 2**62
@@ -41,6 +44,15 @@ class Window(Filter):
         right = j <= i + self.right if self.right >= 0 else True
         return left & right
 
+    def by_rows(self, places: Places) -> Filter | None:
+        if places.shift is None:
+            return None
+        # -1 is open.
+        left = self.left - places.shift if self.left >= 0 else -1
+        right = self.right + places.shift if self.right >= 0 else -1
+        beyond = left < 0 <= self.left or right < 0 <= self.right
+        return None if beyond else Window(left, right)
+
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         left, right = self.left, self.right
         if (left >= 0 and j.last < i.first - left) or (right >= 0 and j.first > i.last + right):
@@ -67,6 +79,12 @@ class Earlier(Filter):
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return j <= i - self.gap
+
+    def by_rows(self, places: Places) -> Filter | None:
+        if places.shift is None:
+            return None
+        gap = self.gap - places.shift
+        return Earlier(gap) if gap >= 0 else Window(-1, -gap)
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         gap = self.gap
@@ -98,6 +116,11 @@ class Memory(Filter):
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return (j <= i) & (j >= self.oldest(start))
+
+    def by_rows(self, places: Places) -> Filter | None:
+        if places.shift != 0 or isinstance(places.k, Tensor):
+            return None
+        return self if self.start is None else Memory(self.length, self.start - places.k)
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         if j.first > i.last or j.last < self.oldest(start):
@@ -131,6 +154,9 @@ class Strided(Filter):
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return (j <= i) & ((i - j < self.stride) | ((i - j) % self.stride == 0))
 
+    def by_rows(self, places: Places) -> Filter | None:
+        return self if places.shift == 0 else None
+
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         near, far = i.first - j.last, i.last - j.first
         if far < 0:
@@ -163,6 +189,11 @@ class Fixed(Filter):
         same = i // self.stride == j // self.stride
         return (j <= i) & (same | (j % self.stride >= self.stride - self.summary))
 
+    def by_rows(self, places: Places) -> Filter | None:
+        if places.shift != 0 or isinstance(places.k, Tensor):
+            return None
+        return self if places.k % self.stride == 0 else None
+
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         if j.first > i.last:
             return False
@@ -175,7 +206,8 @@ class Fixed(Filter):
 
     def _summaries(self, last: int) -> int:
         """How many of the places 0..last are summaries."""
-        blocks, rest = divmod(last + 1, self.stride)
+        # torch.compile knows no divmod of a symbolic place.
+        blocks, rest = (last + 1) // self.stride, (last + 1) % self.stride
         return blocks * self.summary + max(0, rest - (self.stride - self.summary))
 
     @property

@@ -14,7 +14,7 @@ from ..term.layout import accumulator
 from ..term.term import Term
 from .arguments import as_text, is_finite, is_number
 from .entry import Entry
-from .positive import Positive, hold, log_of
+from .positive import Positive, check_heads, hold, log_of
 
 MAX_TERMS = 64
 
@@ -27,6 +27,7 @@ class Kernel(nn.Module):
     positive: bool = True
     valid: bool = True
     relative: bool = False  # whether it reads i - j
+    placed: bool = False  # whether it reads i - j of `Features.places`, where they are said
     # Whether every w^p with p > 0 is of the same form, and valid where w is: all links of its
     # terms are the identity.
     exponential: bool = False
@@ -138,6 +139,10 @@ class Combination(Kernel):
         return any(kernel.relative for kernel in self)
 
     @property
+    def placed(self) -> bool:  # type: ignore[override]
+        return all(kernel.placed or not kernel.relative for kernel in self)
+
+    @property
     def query_parts(self) -> frozenset[str]:
         return frozenset().union(*(kernel.query_parts for kernel in self))
 
@@ -235,6 +240,10 @@ class Changed(Kernel):
         return self.kernel.relative
 
     @property
+    def placed(self) -> bool:  # type: ignore[override]
+        return self.kernel.placed
+
+    @property
     def exponential(self) -> bool:  # type: ignore[override]
         return self.kernel.exponential
 
@@ -313,14 +322,6 @@ class Power(Changed):
     @property
     def formula(self) -> str:
         return f"({self.kernel!r})^{self.exponent:g}"
-
-
-def check_heads(what: str, given: Tensor, heads: int) -> None:
-    """Raise ValueError where numbers per head, in the first dimension, are not for these heads."""
-    if given.dim() and given.shape[0] not in (1, heads):
-        raise ValueError(
-            f"the kernel has {what} for {given.shape[0]} heads, but the queries have {heads}"
-        )
 
 
 def _whole(log: Tensor, factor: Tensor | None) -> Tensor:

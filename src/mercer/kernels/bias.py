@@ -15,7 +15,7 @@ from ..term.layout import accumulator
 from ..term.term import Term
 from .dot import Exponential
 from .entry import Entry, normal
-from .position import Positional, distances
+from .position import Positional, distances, said
 
 
 class ALiBi(Positional):
@@ -56,11 +56,11 @@ class ALiBi(Positional):
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = Features.of(q), Features.of(k)
         m = self.checked(q)
-        away = distances(q.length, k.length, m.device).abs()
-        return -(m[:, None, None] * away)[None]
+        return -(m[:, None, None] * distances(q, k, m.device).abs())
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        return (Term(biases=(Slope(slope=self.checked(Features.of(q))),)),)
+        slope = Slope(slope=self.checked(Features.of(q)), places=said(q, k))
+        return (Term(biases=(slope,)),)
 
     def checked(self, q: Features) -> Tensor:
         if self.slopes.shape[0] != q.heads:
@@ -114,16 +114,16 @@ class Buckets(Positional):
     def log_weight(self, q: Input, k: Input) -> Tensor:
         q, k = Features.of(q), Features.of(k)
         self.check(q)
-        index = self.bucket(distances(q.length, k.length, self.table.device))
+        index = self.bucket(distances(q, k, self.table.device)[:, 0])
         table = self.table.to(accumulator(q.tensors()[0].dtype))
-        return table[index].movedim(-1, 0)[None]
+        return table[index].movedim(-1, 1)
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        q = Features.of(q)
+        places, q = said(q, k), Features.of(q)
         self.check(q)
         dtype = accumulator(q.tensors()[0].dtype)
         table = _by_distance(self.max_distance, self.bidirectional, dtype, self.table)
-        return (Term(biases=(Relative(table=table),)),)
+        return (Term(biases=(Relative(table=table, places=places),)),)
 
     def bucket(self, away: Tensor) -> Tensor:
         """Small distances have a bucket each; larger ones share buckets of equal ratio."""

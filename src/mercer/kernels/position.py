@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..filters.places import Places
 from ..term.biases import QueryTable
 from ..term.features import Features, Input
 from ..term.layout import accumulator
-from ..term.sinusoids import SinusoidFactor, coefficients, waves
+from ..term.sinusoids import SinusoidFactor, coefficients, turned_at, waves
 from ..term.term import Term
 from .arguments import is_finite
 from .base import Kernel
@@ -18,11 +19,12 @@ from .entry import Entry, normal
 
 
 class Positional(Kernel):
-    """A kernel of i - j; `i` is the query's place, i + K - Q."""
+    """A kernel of i - j; the last query is beside the last key, unless places are said."""
 
     symmetric = False
     valid = False
     relative = True
+    placed = True
     exponential = True
 
     @property
@@ -81,20 +83,19 @@ class Lookup(Positional):
         self.causal = causal
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
-        scores = self.scores(q)  # [B, H, Q, 2c + 1]
+        scores = self.bias(q, k).table  # scale <q_i, a_d> of all distances, [B, H, Q, 2c + 1]
         clip = (scores.shape[-1] - 1) // 2
-        away = distances(Features.of(q).length, Features.of(k).length, scores.device)
+        away = distances(q, k, scores.device)
         index = away.clamp(-clip, clip) + clip
-        return scores.gather(-1, index.expand(*scores.shape[:2], *index.shape))
+        batch = max(scores.shape[0], index.shape[0]) if scores.shape[0] else 0
+        shape = batch, scores.shape[1]
+        return scores.expand(batch, -1, -1, -1).gather(-1, index.expand(*shape, *index.shape[2:]))
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        return (Term(biases=(self.bias(q),)),)
+        return (Term(biases=(self.bias(q, k),)),)
 
-    def scores(self, q: Input) -> Tensor:
-        """scale <q_i, a_d> for every distance d."""
-        return self.bias(q).table
-
-    def bias(self, q: Input) -> QueryTable:
+    def bias(self, q: Input, k: Input) -> QueryTable:
+        places = said(q, k)
         q = Features.of(q).part(self.on)
         if self.table.shape[-1] != q.shape[-1]:
             raise ValueError(
@@ -109,14 +110,14 @@ class Lookup(Positional):
         rows = scale * self.table.to(accumulator(q.dtype))
         rows = rows if rows.dim() == 3 else rows[None]
         if not self.causal:
-            return QueryTable(q=q, rows=rows)
+            return QueryTable(q=q, rows=rows, places=places)
         if rows.shape[-2] == 1:
             # One table for both sides needs a row for each.
             rows = rows.expand(-1, 2, -1)
         # Rows of zeros for the distances below 0, where they are asked for.
         return QueryTable(
             q=q, clip=rows.shape[-2] - 1, form=lambda first: F.pad(rows, (0, 0, -first, 0)),
-            source=rows,
+            source=rows, places=places,
         )  # fmt: skip
 
     @property
@@ -157,13 +158,22 @@ class RelativeSinusoid(Positional):
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
         c = coefficients(self._asking(q), self.weight)
-        away = distances(c.shape[2], Features.of(k).length, c.device)
-        sin, cos = waves(away, c.shape[-1], self.base, c.dtype)  # [Q, K, P / 2]
-        return torch.einsum("bhip,ijp->bhij", c[..., 0::2], sin) + torch.einsum(
-            "bhip,ijp->bhij", c[..., 1::2], cos
+        away = distances(q, k, c.device)[:, 0]
+        sin, cos = waves(away, c.shape[-1], self.base, c.dtype)  # [B or 1, Q, K, P / 2]
+        if away.shape[0] == 1:
+            return torch.einsum("bhip,ijp->bhij", c[..., 0::2], sin[0]) + torch.einsum(
+                "bhip,ijp->bhij", c[..., 1::2], cos[0]
+            )
+        c = c.expand(away.shape[0], -1, -1, -1)
+        return torch.einsum("bhip,bijp->bhij", c[..., 0::2], sin) + torch.einsum(
+            "bhip,bijp->bhij", c[..., 1::2], cos
         )
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
+        if (places := said(q, k)) is not None:
+            c = coefficients(self._asking(q), self.weight)
+            i, j = places.tensors(c.device)
+            return (Term(factors=(turned_at(c, i, j, self.base),)),)
         turned = SinusoidFactor(
             asking=self._asking(q), weight=self.weight, base=self.base,
             num_keys=Features.of(k).length,
@@ -189,7 +199,17 @@ class RelativeSinusoid(Positional):
         return f"exp(<{part}, sinusoid(i-j)>)"
 
 
-def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """i - j, [Q, K], with the last query beside the last key."""
-    i = torch.arange(num_keys - num_queries, num_keys, device=device)
-    return i[:, None] - torch.arange(num_keys, device=device)
+def said(q: Input, k: Input) -> Places | None:
+    """The places of queries and keys, where they are said."""
+    q, k = Features.of(q), Features.of(k)
+    if q.places is None or k.places is None:
+        return None
+    return Places(q.places, k.places, q.length, k.length)
+
+
+def distances(q: Input, k: Input, device: torch.device) -> Tensor:
+    """i - j, [B or 1, 1, Q, K]; unless places are said, the last query is beside the last key."""
+    q, k = Features.of(q), Features.of(k)
+    places = said(q, k) or Places(k.length - q.length, 0, q.length, k.length)
+    i, j = places.tensors(device)
+    return (i[:, :, None] - j[:, None])[:, None]

@@ -52,3 +52,11 @@ def check_size(name: str, size: int, most: int) -> None:
     if not 1 <= size <= most:
         bound = "at least 1" if size < 1 else f"at most {most}"
         raise ValueError(f"{name} must be {bound}, got {size}")
+
+
+def check_heads(what: str, given: Tensor, heads: int) -> None:
+    """Raise ValueError where numbers per head, in the first dimension, are not for these heads."""
+    if given.dim() and given.shape[0] not in (1, heads):
+        raise ValueError(
+            f"the kernel has {what} for {given.shape[0]} heads, but the queries have {heads}"
+        )

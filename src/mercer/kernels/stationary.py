@@ -16,10 +16,10 @@ from ..term.features import Input
 from ..term.layout import accumulator, repeat
 from ..term.links import Power as Square
 from ..term.term import Term
-from .base import MAX_TERMS, Kernel, Scaled, Sum, check_heads
+from .base import MAX_TERMS, Kernel, Scaled, Sum
 from .distance import Bandwidth, Distance, default_bandwidth, squared_distance
 from .entry import Entry, normal
-from .positive import MOST, Positive, check_size, hold, log_of
+from .positive import MOST, Positive, check_heads, check_size, hold, log_of
 
 
 class ARD(Distance):

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..filters.places import Places
+from .factors import Factor
 from .layout import accumulator
 from .learned import needs_gradient
+
+# The distances of a slope over keys on both sides, which are a table.
+FARTHEST_SLOPE = 2**20
 
 
 @dataclass(kw_only=True, eq=False)
@@ -17,6 +22,7 @@ class Relative:
     """bias(i, j) = table[..., i, clip(i - j, -c, c) + c]."""
 
     table: Tensor  # [B or 1, H, Q or 1, 2c + 1]
+    places: Places | None = None  # of i and j, where they are said
 
     @property
     def clip(self) -> int:
@@ -34,7 +40,7 @@ class Relative:
 
     def raised(self, exponent: float) -> Relative:
         """The bias of weights to a power."""
-        return Relative(table=exponent * self.table)
+        return Relative(table=exponent * self.table, places=self.places)
 
     def widen(self, clip: int) -> Tensor:
         """The same bias as a table of at least that many distances."""
@@ -58,8 +64,9 @@ class QueryTable(Relative):
     def __init__(
         self, *, q: Tensor, rows: Tensor | None = None, clip: int = 0,
         form: Callable[[int], Tensor] | None = None, source: Tensor | None = None,
+        places: Places | None = None,
     ) -> None:  # fmt: skip
-        self.q, self._rows, self._form = q, rows, form
+        self.q, self._rows, self._form, self.places = q, rows, form, places
         self._table: Tensor | None = None
         self._clip = clip if rows is None else (rows.shape[-2] - 1) // 2
         # The tensor that gets the gradient of the rows.
@@ -74,7 +81,7 @@ class QueryTable(Relative):
         return self._rows
 
     def raised(self, exponent: float) -> Relative:
-        return QueryTable(q=self.q, rows=exponent * self.rows)
+        return QueryTable(q=self.q, rows=exponent * self.rows, places=self.places)
 
     def past(self) -> Tensor:
         """Rows of distances from 0 on, [1 or H, c + 1, D], or all if given as a tensor."""
@@ -105,6 +112,35 @@ class Slope:
     """bias(i, j) = -slope |i - j|."""
 
     slope: Tensor  # [H]
+    places: Places | None = None  # of i and j, where they are said
 
     def raised(self, exponent: float) -> Slope:
-        return Slope(slope=exponent * self.slope)
+        return Slope(slope=exponent * self.slope, places=self.places)
+
+    def as_factor(self) -> Factor:
+        """-m (i - j) = m j - m i for places that are said, where j <= i."""
+        assert self.places is not None
+        q, k = self.places.tensors(self.slope.device)
+        # Counted from the last key, so that numbers are small for the nearest keys.
+        last = k.amax(-1, keepdim=True) if k.numel() else 0
+        q, k = ((x - last)[:, None].to(self.slope.dtype) for x in (q, k))  # [B or 1, 1, T]
+        return Factor(
+            q=self.slope.new_empty(q.shape[0], self.slope.shape[0], q.shape[2], 0),
+            k=self.slope.new_empty(*k.shape, 0),
+            scale=self.slope.view(-1, 1, 1), row=-(self.slope.view(1, -1, 1) * q), col=k,
+        )  # fmt: skip
+
+    def as_table(self) -> Relative:
+        """-m |i - j| of every distance, for places that are said."""
+        assert self.places is not None
+        q, k = self.places.tensors(self.slope.device)
+        most = 0
+        if q.numel() and k.numel():
+            most = int(torch.maximum(q.amax() - k.amin(), k.amax() - q.amin()))
+        if most > FARTHEST_SLOPE:
+            raise ValueError(
+                f"places are up to {most} apart, and a slope over keys on both sides reaches "
+                f"{FARTHEST_SLOPE}: join the filter with Causal()"
+            )
+        far = torch.arange(-most, most + 1, device=self.slope.device).abs()
+        return Relative(table=-(self.slope[:, None] * far)[None, :, None], places=self.places)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from torch import Tensor
 
+from ..filters.places import Said
 from .layout import repeat
 
 
 class Features:
-    """X = F x T x …: named parts, each [B or 1, H, T, D_part]; a plain tensor means `content`."""
+    """X = F x T x …: named parts, each [B or 1, H, T, D_part]; a plain tensor means `content`.
+
+    `places` is where they stand: the place of the first, or [B or 1, T]; None: the last query
+    stands beside the last key. A kernel of i - j reads it.
+    """
+
+    places: Said | None
 
     def __init__(self, **parts: Tensor) -> None:
         if not parts:
@@ -23,7 +30,7 @@ class Features:
         if len(lengths) > 1 and any(length != lengths[0] for length in lengths):
             found = dict(zip(parts, lengths, strict=True))
             raise ValueError(f"the parts of Features must have one length, got {found}")
-        self._parts = parts
+        self._parts, self.places = parts, None
         self.length = lengths[0]
         self.heads = max([part.shape[1] for part in parts.values()])
 
@@ -50,13 +57,29 @@ class Features:
     def items(self) -> list[tuple[str, Tensor]]:
         return list(self._parts.items())
 
+    def at(self, places: Said | None) -> Features:
+        """The same features at these places."""
+        other = Features(**self._parts)
+        other.places = places
+        return other
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Features:
+        """Every part changed, at the same places."""
+        return Features(**{n: change(x) for n, x in self._parts.items()}).at(self.places)
+
+    def rows(self, first: int, stop: int) -> Features:
+        """Those from first to stop, at their places."""
+        places = self.places
+        if places is not None:
+            places = places[:, first:stop] if isinstance(places, Tensor) else places + first
+        return Features(**{n: x[:, :, first:stop] for n, x in self._parts.items()}).at(places)
+
     def repeat_heads(self, heads: int) -> Features:
         """All heads, with grouped ones repeated."""
-        parts = {n: repeat(x, x.shape[0], heads) for n, x in self._parts.items()}
-        return Features(**parts)
+        return self.each(lambda x: repeat(x, x.shape[0], heads))
 
     def to(self, *args: object, **kwargs: object) -> Features:
-        return Features(**{n: x.to(*args, **kwargs) for n, x in self._parts.items()})  # type: ignore[call-overload]
+        return self.each(lambda x: x.to(*args, **kwargs))  # type: ignore[call-overload]
 
     def __repr__(self) -> str:
         return f"Features({', '.join(f'{n}={list(x.shape)}' for n, x in self._parts.items())})"

@@ -177,6 +177,16 @@ class SinusoidFactor(Factor):
         return waves_of_keys(self.num_keys, self.width, self.base, wide, dtype, device)
 
 
+def turned_at(c: Tensor, i: Tensor, j: Tensor, base: float) -> Factor:
+    """The factor of coefficients [B, H, Q, P] for queries at i and keys at j, [B or 1, T] each."""
+    wide, width = accumulator(c.dtype), c.shape[-1]
+    sin, cos = waves(i[:, None], width, base, wide)
+    s, o = (x.to(wide) for x in (c[..., 0::2], c[..., 1::2]))
+    q = torch.stack([s * sin + o * cos, o * sin - s * cos], -1).flatten(-2)
+    sin, cos = waves(j[:, None], width, base, wide)
+    return Factor(q=q, k=torch.stack([cos, sin], -1).flatten(-2))
+
+
 def waves_of_keys(
     num_keys: int, width: int, base: float, wide: torch.dtype, dtype: torch.dtype,
     device: torch.device,

@@ -99,6 +99,11 @@ class Term:
         for bias in self.biases:
             if isinstance(bias, Relative):
                 tables.append(bias)
+            elif bias.places is not None:
+                if causal:
+                    factors.append(bias.as_factor())
+                else:
+                    tables.append(bias.as_table())
             elif causal:
                 factors.append(SlopeFactor(bias.slope, num_queries, num_keys))
             else:
@@ -108,7 +113,7 @@ class Term:
         if len(tables) > 1:
             widest = max(bias.clip for bias in tables)
             first, *others = (bias.widen(widest) for bias in tables)
-            tables = [Relative(table=sum(others, first))]
+            tables = [Relative(table=sum(others, first), places=tables[0].places)]
         return Term(factors=tuple(factors), biases=tuple(tables), log_weight=self.log_weight)
 
     def lift(self, dtype: torch.dtype) -> tuple[Lifted, ...]:

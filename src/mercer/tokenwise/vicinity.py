@@ -30,7 +30,7 @@ from ..dispatch.choose import choose
 from ..dispatch.problem import Problem, prepare
 from ..filters import Causal, Filter
 from ..filters.base import can_read
-from ..filters.data import masks_of
+from ..filters.mask import masks_of
 from ..kernels import Exponential, Kernel
 from ..smoother import finish, solve
 from ..term.features import Input

@@ -58,9 +58,14 @@ def run(tasks: Sequence[Task]) -> list[Smoothed]:
 def _run(task: Task) -> Smoothed:
     term, batch, heads = task.term, task.batch, task.heads
     lifted = term.lift(accumulator(task.v.dtype))
-    table = term.table
-    if table is not None:
+    table, bias = term.table, term.relative
+    shift, places = 0, []
+    if table is not None and bias is not None:
         table = table.to(accumulator(task.v.dtype)).expand(-1, heads, -1, -1)
+        if bias.places is not None and bias.places.shift is not None:
+            shift = bias.places.shift
+        elif bias.places is not None:
+            places = list(bias.places.tensors(task.device))
     links = ["None" if part.link is None else part.link.encode([]) for part in lifted]
     tensors: list[Tensor] = []
     rule = task.filter.encode(tensors)
@@ -83,6 +88,8 @@ def _run(task: Task) -> Smoothed:
         task.num_queries,
         task.bad_queries,
         task.bad_keys,
+        shift,
+        places,
     )
     return Smoothed(out.to(task.v.dtype), mass, sign if term.signed else None)
 
@@ -91,12 +98,13 @@ def _run(task: Task) -> Smoothed:
 def smooth_blocks(
     q: list[Tensor], k: list[Tensor], row: list[Tensor], v: Tensor, table: Tensor | None,
     seed: Tensor | None, tensors: list[Tensor], links: str, rule: str, dropout_p: float,
-    num_queries: int, bad_queries: Tensor | None, bad_keys: Tensor | None,
+    num_queries: int, bad_queries: Tensor | None, bad_keys: Tensor | None, shift: int,
+    places: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, log_mass, sign) of one lifted term, unrounded: the backward needs <dO, O> exactly."""
     blocks = Blocks(
         q, k, row, v, table, seed, tensors, links, rule, dropout_p, num_queries, bad_queries,
-        bad_keys,
+        bad_keys, shift, places,
     )  # fmt: skip
     shape = (v.shape[0], v.shape[1], num_queries)
     out = v.new_empty(*shape, v.shape[-1], dtype=blocks.wide)
@@ -147,7 +155,8 @@ def _times(x: Tensor, signs: list[Tensor | None]) -> Tensor:
 
 @fake(smooth_blocks)
 def _(q: Any, k: Any, row: Any, v: Tensor, table: Any, seed: Any, tensors: Any, links: str,
-      rule: str, dropout_p: float, num_queries: int, bad_queries: Any, bad_keys: Any,
+      rule: str, dropout_p: float, num_queries: int, bad_queries: Any, bad_keys: Any, shift: int,
+      places: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     signed = any(link is not None and link.signed for link in decode(links))
     shape = (v.shape[0], v.shape[1], num_queries)
@@ -164,12 +173,13 @@ def smooth_blocks_backward(
     grad_out: Tensor, grad_mass: Tensor, out: Tensor, log_mass: Tensor, sign: Tensor,
     q: list[Tensor], k: list[Tensor], row: list[Tensor], v: Tensor, table: Tensor | None,
     seed: Tensor | None, tensors: list[Tensor], links: str, rule: str, dropout_p: float,
-    num_queries: int, bad_queries: Tensor | None, bad_keys: Tensor | None,
+    num_queries: int, bad_queries: Tensor | None, bad_keys: Tensor | None, shift: int,
+    places: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, row (each a list), v and the table, in this order."""
     blocks = Blocks(
         q, k, row, v, table, seed, tensors, links, rule, dropout_p, num_queries, bad_queries,
-        bad_keys,
+        bad_keys, shift, places,
     )  # fmt: skip
     grads_q, grads_k, grads_row = ([torch.zeros_like(x) for x in xs] for xs in (q, k, row))
     grad_v = torch.zeros_like(v, dtype=blocks.wide)
@@ -224,30 +234,34 @@ def smooth_blocks_backward(
 @fake(smooth_blocks_backward)
 def _(grad_out: Any, grad_mass: Any, out: Any, log_mass: Any, sign: Any, q: Any, k: Any, row: Any,
       v: Tensor, table: Any, seed: Any, tensors: Any, links: str, rule: str, dropout_p: float,
-      num_queries: int, bad_queries: Any, bad_keys: Any) -> list[Tensor]:  # fmt: skip
+      num_queries: int, bad_queries: Any, bad_keys: Any, shift: int, places: Any,
+) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(x) for x in (*q, *k, *row, v, *([] if table is None else [table]))]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, row, v, table, seed, tensors, links, rule, dropout_p, num_queries, *bad = inputs
-    ctx.count, ctx.num_tensors = len(q), len(tensors)
-    ctx.save_for_backward(*output, *q, *k, *row, v, table, seed, *bad, *tensors)
-    ctx.static = (links, rule, dropout_p, num_queries)
+    q, k, row, v, table, seed, tensors, links, rule, dropout_p, num_queries, *rest = inputs
+    *bad, shift, places = rest
+    ctx.count, ctx.num_tensors, ctx.num_places = len(q), len(tensors), len(places)
+    ctx.save_for_backward(*output, *q, *k, *row, v, table, seed, *bad, *places, *tensors)
+    ctx.static, ctx.shift = (links, rule, dropout_p, num_queries), shift
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_mass: Tensor, grad_sign: Any) -> tuple[Any, ...]:
     n = ctx.count
     out, log_mass, sign, *rest = ctx.saved_tensors
     q, k, row, rest = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]
-    v, table, seed, bad_queries, bad_keys, *tensors = rest
+    v, table, seed, bad_queries, bad_keys, *rest = rest
+    places, tensors = rest[: ctx.num_places], rest[ctx.num_places :]
     grads = smooth_blocks_backward(
         grad_out, grad_mass, out, log_mass, sign, q, k, row, v, table, seed, tensors, *ctx.static,
-        bad_queries, bad_keys,
+        bad_queries, bad_keys, ctx.shift, places,
     )  # fmt: skip
     grad_table = None if table is None else grads[3 * n + 1]
     return (
         grads[:n], grads[n : 2 * n], grads[2 * n : 3 * n], grads[3 * n], grad_table,
-        None, [None] * ctx.num_tensors, None, None, None, None, None, None,
+        None, [None] * ctx.num_tensors, None, None, None, None, None, None, None,
+        [None] * ctx.num_places,
     )  # fmt: skip
 
 

@@ -35,11 +35,19 @@ def keys_of_block(side: int, num_queries: int) -> int:
 
 def by_distance(table: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """A table of distances, [B, H, queries or 1, 2c + 1], for queries at i and keys at j."""
-    clip = (table.shape[-1] - 1) // 2
-    index = (i[:, None] - j).clamp(-clip, clip) + clip
-    if table.shape[2] == 1:
+    index = rows_of_table(table, i, j)
+    if index.dim() == 2 and table.shape[2] == 1:
         return table[:, :, 0][:, :, index]
-    return table.gather(-1, index.expand(*table.shape[:2], *index.shape))
+    table = table.expand(-1, -1, index.shape[-2], -1)
+    if index.dim() == 4:
+        table = table.expand(max(len(table), len(index)), -1, -1, -1)
+    return table.gather(-1, index.expand(*table.shape[:2], *index.shape[-2:]))
+
+
+def rows_of_table(table: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """clip(i - j) as an index, [q, k], or [B or 1, 1, q, k] for places [B or 1, 1, T]."""
+    clip = (table.shape[-1] - 1) // 2
+    return (i[..., :, None] - j[..., None, :]).clamp(-clip, clip) + clip
 
 
 class Blocks:
@@ -49,6 +57,7 @@ class Blocks:
         self, q: Sequence[Tensor], k: Sequence[Tensor], row: Sequence[Tensor], v: Tensor,
         table: Tensor | None, seed: Tensor | None, tensors: Sequence[Tensor], links: str, rule: str,
         dropout_p: float, num_queries: int, bad_queries: Tensor | None, bad_keys: Tensor | None,
+        shift: int, places: Sequence[Tensor],
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.table = q, k, v, table
         self.row = [None if r.numel() == 0 else r for r in row]
@@ -60,6 +69,8 @@ class Blocks:
         self.wide = accumulator(v.dtype)
         self.num_queries, self.num_keys = num_queries, v.shape[2]
         self.start = self.num_keys - num_queries
+        # Where queries and keys stand, for the table: later than `start`, or at these places.
+        self.shift, self.places = shift, places
         self.side = block_side(v.shape[0] * v.shape[1], v.device)
         self.wide_side = keys_of_block(self.side, num_queries)
         self.spoiled = self._spoiled(bad_queries, bad_keys)  # [B, H, Q]
@@ -133,16 +144,48 @@ class Blocks:
 
     def away(self, rows: slice, cols: slice) -> tuple[int, int]:
         """The smallest and largest i - j of a block."""
-        return rows.start + self.start - (cols.stop - 1), rows.stop - 1 + self.start - cols.start
+        first = self.start + self.shift
+        return rows.start + first - (cols.stop - 1), rows.stop - 1 + first - cols.start
 
     def bias(self, rows: slice, cols: slice) -> Tensor:
         assert self.table is not None
-        i = torch.arange(rows.start, rows.stop, device=self.v.device) + self.start
-        j = torch.arange(cols.start, cols.stop, device=self.v.device)
-        return by_distance(self.table if self.table.shape[2] == 1 else self.table[:, :, rows], i, j)
+        table = self.table if self.table.shape[2] == 1 else self.table[:, :, rows]
+        return by_distance(table, *self.where(rows, cols))
+
+    def where(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
+        """The places of the queries and keys of a block, [T]; [B or 1, 1, T] if they are said."""
+        if self.places:
+            q, k = self.places
+            return q[:, None, rows], k[:, None, cols]
+        i = torch.arange(rows.start, rows.stop, device=self.v.device) + self.start + self.shift
+        return i, torch.arange(cols.start, cols.stop, device=self.v.device)
+
+    def scatter_to_table(self, grad: Tensor, ds: Tensor, rows: slice, cols: slice) -> None:
+        """Sums by distance for places in any order; each row on its own, in a fixed order."""
+        index = rows_of_table(grad, *self.where(rows, cols)).expand(ds.shape)
+        count = grad.shape[-1]
+        if ds.is_cuda:
+            # Sorted by index, without atomics.
+            sums = ds.new_zeros(*ds.shape[:-1], count)
+            each = torch.arange(0, sums.numel(), count, device=ds.device).view(*ds.shape[:-1], 1)
+            flat = (index + each).flatten()
+            sums.view(-1).index_put_((flat,), ds.flatten(), accumulate=True)
+        else:
+            low, high = int(index.min()), int(index.max())
+            sums = ds.new_zeros(*ds.shape[:-1], high - low + 1).scatter_add_(-1, index - low, ds)
+            grad = grad[..., low : high + 1]
+        if grad.shape[0] == 1:
+            sums = sums.sum(0, keepdim=True)
+        if grad.shape[2] == 1:
+            grad += sums.sum(-2, keepdim=True)
+        else:
+            grad[:, :, rows] += sums
 
     def add_to_table(self, grad: Tensor, ds: Tensor, rows: slice, cols: slice) -> None:
         """Sums along the diagonals of a block: a shear, then slices; no scatter."""
+        if self.places:
+            self.scatter_to_table(grad, ds, rows, cols)
+            return
         height, width = ds.shape[-2:]
         # Row r of the mirrored block, moved right by r, has distance (i - j) - low in its columns.
         sheared = F.pad(ds.flip(-1), (0, height)).flatten(-2)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...filters import Full
+from ...term.biases import Relative
 from .. import Task
 from .lower import Lowered
 
@@ -92,9 +93,15 @@ def _structure(task: Task) -> tuple[object, ...]:
     factors = tuple((f.link, f.width, f.keyed, f.has_row, f.per_query) for f in term.factors)
     heads = task.heads, task.v.shape[1], *(f.k.shape[1] for f in term.factors)
     return (
-        factors, None if bias is None else bias.per_query, rule, heads, task.v.shape[-1],
+        factors, None if bias is None else (bias.per_query, _said(bias)), rule, heads,
+        task.v.shape[-1],
         task.v.dtype, task.device, task.log_mass,
     )  # fmt: skip
+
+
+def _said(bias: Relative) -> bool:
+    """Whether the place of each query and key is given."""
+    return bias.places is not None and bias.places.shift is None
 
 
 def shape_of(task: Task) -> tuple[int, ...]:
@@ -134,7 +141,7 @@ def _attend(
             "switched off"
         )
     scale, row, col, bias, table = given.scale, given.row, given.col, given.bias, given.table
-    link, place = given.link, given.place
+    link, place, places = given.link, given.place, given.places
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         s = s.float()
@@ -151,9 +158,12 @@ def _attend(
             s = s + scale[b, h, i] * col[b, h, j]
         if bias is not None:
             s = s + bias[b, h, j]
-        if table is not None and place is not None:
+        if table is not None:
             clip = (table.shape[-1] - 1) // 2
-            away = (i + place - j).clamp(-clip, clip) + clip
+            away = i - j if place is None else i + place - j
+            if places is not None:
+                away = places[0][b, i] - places[1][b, j]
+            away = away.clamp(-clip, clip) + clip
             s = s + table[b, h, i if table.shape[2] > 1 else 0, away]
         return s
 

@@ -27,7 +27,8 @@ class Lowered:
     bias: Tensor | None  # [B, H, K]
     table: Tensor | None  # [B, H, Q or 1, distances]
     link: Link | None
-    place: Tensor | None  # of the first query, K - Q
+    place: Tensor | None  # of the first query, K - Q, if keys are counted from 0
+    places: tuple[Tensor, Tensor] | None = None  # [B, Q] and [B, K], where they are said
 
 
 def lower(task: Task) -> Lowered:
@@ -35,7 +36,7 @@ def lower(task: Task) -> Lowered:
     dtype, shape = task.v.dtype, (task.batch, task.heads)
     linked = [f for f in task.term.factors if f.link is not None]
     plain = [f for f in task.term.factors if f.link is None]
-    scale = row = col = bias = table = place = None
+    scale = row = col = bias = table = place = places = None
     if linked:
         (f,) = linked
         q, k = f.q.to(dtype), f.k.to(dtype)
@@ -56,12 +57,18 @@ def lower(task: Task) -> Lowered:
             continue
         number = number * (f.scale[..., 0] if isinstance(f.scale, Tensor) else f.scale)
         bias = number if bias is None else bias + number
-    if task.term.table is not None:
-        table = repeat(task.term.table.float(), *shape)
-        # A tensor, so that another length does not recompile.
-        place = q.new_full((), task.num_keys - task.num_queries, dtype=torch.int32)
+    if (relative := task.term.relative) is not None:
+        table, given = repeat(relative.table.float(), *shape), relative.places
+        if given is None or given.shift is not None:
+            later = 0 if given is None else given.shift or 0
+            # A tensor, so that another length does not recompile.
+            start = task.num_keys - task.num_queries + later
+            place = q.new_full((), start, dtype=torch.int32)
+        else:
+            i, j = (x.expand(task.batch, -1).contiguous() for x in given.tensors(task.device))
+            places = i, j
     link = linked[0].link if linked else None
-    return Lowered(q, k, scale, row, col, bias, table, link, place)
+    return Lowered(q, k, scale, row, col, bias, table, link, place, places)
 
 
 def _none(task: Task, *, keys: bool = False) -> Tensor:

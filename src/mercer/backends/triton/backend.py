@@ -64,6 +64,8 @@ def refuses(task: Task) -> str | None:
     if isinstance(widths, str):
         return widths
     bias = task.term.relative
+    if bias is not None and bias.places is not None:
+        return "its table of distances is for the usual places, and others are said"
     if bias is not None and not isinstance(bias, QueryTable) and 2 * bias.clip + 1 > MAX_DISTANCES:
         return f"its table has more than {MAX_DISTANCES} distances"
     if (pairs := _pairs(task)) > MAX_PAIRS:

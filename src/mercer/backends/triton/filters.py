@@ -24,6 +24,7 @@ from ...filters import (
     Strided,
     Window,
 )
+from ...filters.placed import Placed
 
 MAX_CLAUSES = 4
 PATTERNS = frozenset({Full, Causal, Earlier, Window, Memory, Strided, Fixed})
@@ -113,6 +114,8 @@ def _clauses(
     if isinstance(filter, Padding):
         return _with_data(Clause(padding=True), "lengths", filter.lengths, data)
     if isinstance(filter, Documents):
+        if filter.queries is not None:
+            return "its documents have ids for queries of their own"
         return _with_data(Clause(documents=True), "ids", filter.ids, data)
     if isinstance(filter, Memory):
         starts.add(place if filter.start is None else filter.start)
@@ -130,6 +133,8 @@ def _clauses(
             return [Clause(causal=True, stride=stride)]
         case Fixed(stride=stride, summary=summary):
             return [Clause(causal=True, fixed=stride, summary=summary)]
+    if isinstance(filter, Placed):
+        return f"it does not support {filter!r}"
     return f"it does not support the filter {type(filter).__name__}"
 
 
