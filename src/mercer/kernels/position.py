@@ -83,7 +83,7 @@ class Lookup(Positional):
         self.causal = causal
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
-        scores = self.bias(q, k).table  # scale <q_i, a_d> of all distances, [B, H, Q, 2c + 1]
+        scores = self.scores(q)  # [B, H, Q, 2c + 1]
         clip = (scores.shape[-1] - 1) // 2
         away = distances(q, k, scores.device)
         index = away.clamp(-clip, clip) + clip
@@ -92,10 +92,13 @@ class Lookup(Positional):
         return scores.expand(batch, -1, -1, -1).gather(-1, index.expand(*shape, *index.shape[2:]))
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        return (Term(biases=(self.bias(q, k),)),)
+        return (Term(biases=(self.bias(q, said(q, k)),)),)
 
-    def bias(self, q: Input, k: Input) -> QueryTable:
-        places = said(q, k)
+    def scores(self, q: Input) -> Tensor:
+        """scale <q_i, a_d> for every distance d."""
+        return self.bias(q).table
+
+    def bias(self, q: Input, places: Places | None = None) -> QueryTable:
         q = Features.of(q).part(self.on)
         if self.table.shape[-1] != q.shape[-1]:
             raise ValueError(
