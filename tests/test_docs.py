@@ -3,21 +3,34 @@
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPETS = [
-    pytest.param(block, id=f"{path.name}-{n}")
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pytest.param(block, path, id=f"{path.name}-{n}")
+    for path in PAGES
     for n, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.S))
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS)
-def test_a_snippet_runs(snippet):
+def write_files(page, folder):
+    """The files that a page tells its reader to write; their names."""
+    files = re.findall(r'```python title="([\w.]+)"\n(.*?)```', page.read_text(), re.S)
+    for name, text in files:
+        (folder / name).write_text(text)
+    return [name for name, _ in files]
+
+
+@pytest.mark.parametrize(("snippet", "page"), SNIPPETS)
+def test_a_snippet_runs(snippet, page, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in write_files(page, tmp_path):
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
     exec(compile(snippet, "snippet", "exec"), {"__name__": "__main__"})
 
 
@@ -51,6 +64,12 @@ def test_the_file_tree_names_every_module():
     }
     assert not modules - named, "modules without a line in the file tree"
     assert not {name for name in named if not (ROOT / name).exists()}, "lines without a file"
+
+
+def test_every_page_has_a_place_in_the_site():
+    nav = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.name in nav, f"docs/{path.name} has no line in the nav of mkdocs.yml"
 
 
 def test_the_pages_have_their_lengths():
