@@ -126,6 +126,38 @@ def test_a_folder_of_the_layout(tmp_path):
         data.pairs(tmp_path, cache_dir=tmp_path / "cache")
 
 
+def test_train_files_of_other_corpora_are_added(tmp_path):
+    folder = tmp_path / "data" / "translation"
+    folder.mkdir(parents=True)
+    for name, rows in {
+        "a-train": 30,
+        "a-valid": 3,
+        "b-train": 20,
+        "b-valid": 4,
+        "c-valid": 2,
+    }.items():
+        text = "".join(f"{name} Satz {n}\t{name} sentence {n}\n" for n in range(rows))
+        (folder / f"{name}.tsv").write_text(text)
+    given = {"tokenizer": "bytes", "cache_dir": tmp_path / "tokens"}
+    for source in (folder / "a", tmp_path / "data" / "a"):
+        found = data.pairs(source, more=["b"], **given)
+        assert (len(found.train), len(found.valid), found.test) == (50, 3, None)
+        assert found.train[30] == ("b-train Satz 0", "b-train sentence 0")
+        assert found.source.endswith("a, trained on b, too")
+    assert data.pairs(folder / "a", more=["b"], reverse=True, **given).train[30][1][:7] == "b-train"
+    # Validation is that of the source, also where it is held out.
+    held = data.pairs(folder / "b", more=["a"], **given)
+    assert {pair[0][:7] for pair in held.valid} == {"b-valid"}
+    for source, more, message in (
+        (folder / "a", ["c"], "has no train files of 'c', which is to be added"),
+        (folder / "a-train.tsv", "b", "more must be a list of names, got 'b'"),
+        ("embedded", ["b"], "more corpora are added to one of a folder, such as data/tatoeba"),
+        (tmp_path / "data", ["b"], "folder holds several|holds several corpora"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            data.pairs(source, more=more, **given)
+
+
 def test_a_single_file_gives_a_valid_and_a_test_split(tmp_path):
     rows = [(f"wort {n}", f"word {n // 2}") for n in range(101)]
     write(tmp_path / "all.tsv.xz", rows)

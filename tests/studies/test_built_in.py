@@ -109,6 +109,17 @@ def test_data_is_named_by_its_place_in_the_folder(tmp_path):
         use_data(load("quick"), "x")
 
 
+def test_files_that_a_study_needs_are_looked_for_before_it_runs(tmp_path):
+    study = load("tsai-positions-iwslt")
+    (tmp_path / "translation").mkdir()
+    message = "needs translation/iwslt14-valid.tsv.xz in a folder that --data names, got "
+    for source in (str(tmp_path), "iwslt14"):
+        with pytest.raises(ValueError, match=message + source):
+            check_data(use_data(study, source))
+    (tmp_path / study.needs[0]).touch()
+    check_data(use_data(study, str(tmp_path)))
+
+
 def test_sizes_are_named():
     with pytest.raises(ValueError, match="has no size 'smal' of gka-vision; did you mean 'small'"):
         load("gka-vision", "smal")

@@ -162,6 +162,7 @@ def pairs(
     cache_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
     split: str | None = None,
+    more: Sequence[str] = (),
 ) -> PairData:
     """A parallel corpus.
 
@@ -175,6 +176,7 @@ def pairs(
         cache_dir: where tokens are kept; the platform's folder for caches by default.
         seed: which sentences the embedded grammar draws.
         split: read this split alone, which then stands for all; "all" is the files undivided.
+        more: other corpora of the source's folder, whose train files are added to the train split.
     """
     check_split(split)
     check_columns(columns)
@@ -182,7 +184,7 @@ def pairs(
     if not isinstance(reverse, bool):
         raise ValueError(f"reverse must be True or False, got {shorten(reverse)}")
     folder = cache.choose_folder(cache_dir)
-    splits, name = _find_pairs(source, columns, folder, seed, whole=split == WHOLE)
+    splits, name = _find_pairs(source, columns, folder, seed, whole=split == WHOLE, more=more)
     if reverse:
         splits = {part: found.swap() for part, found in splits.items()}
         name += ", reversed"
@@ -214,8 +216,14 @@ def _find_pairs(
     seed: int,
     *,
     whole: bool,
+    more: Sequence[str] = (),
 ) -> tuple[dict[str, Pairs], str]:
     """The splits of a source, and its name; `whole`: all files as the train split."""
+    if more:
+        splits, name = _find_pairs(source, columns, folder, seed, whole=whole)
+        added = [_read_more(source, one, more, columns or ()) for one in more]
+        splits["train"] = Pairs([*splits["train"], *(pair for found in added for pair in found)])
+        return splits, f"{name}, trained on {', '.join(more)}, too"
     if source == "embedded":
         check_divided(whole, "embedded")
         check_unnamed(columns, "embedded")
@@ -237,6 +245,23 @@ def _find_pairs(
         return {"train": _read_files(paths, columns or ())}, str(found.where)
     splits = {split: _read_files(paths, columns or ()) for split, paths in found.files.items()}
     return _hold_out(splits, str(found.where)), str(found.where)
+
+
+def _read_more(
+    source: str | os.PathLike[str], corpus: str, more: object, columns: Sequence[str]
+) -> Pairs:
+    """The train files of another corpus in the folder of the source."""
+    if isinstance(more, str) or not isinstance(corpus, str):
+        raise ValueError(f"more must be a list of names, got {shorten(more)}")
+    path = Path(source).expanduser()
+    if not path.parent.is_dir() or path.is_dir() or len(path.parts) < 2:
+        raise ValueError(
+            f"more corpora are added to one of a folder, such as data/tatoeba, got {source}"
+        )
+    found = find_files(path.parent / corpus, "translation", ENDINGS)
+    if found is None or not found.files.get("train"):
+        raise DataError(f"{path.parent} has no train files of {corpus!r}, which is to be added")
+    return _read_files(found.files["train"], columns)
 
 
 def _read_files(paths: Sequence[Source], columns: Sequence[str]) -> Pairs:

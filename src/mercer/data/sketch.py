@@ -102,11 +102,12 @@ def sketch_pairs(
     columns: tuple[str, str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    more: Sequence[str] = (),
 ) -> PairSketch:
     """`pairs`, without tokens."""
     check_columns(columns)
     folder = cache.choose_folder(cache_dir)
-    splits, name = _find_pairs(source, columns, folder, seed, whole=False)
+    splits, name = _find_pairs(source, columns, folder, seed, whole=False, more=more)
     if reverse:
         splits = {split: found.swap() for split, found in splits.items()}
     train = splits["train"]

@@ -18,6 +18,7 @@ FILES = {
         f"tsai-{table}{task}": "tsai.py"
         for table in ("positions", "kernels", "order", "values") for task in ("", "-lm")
     },
+    "tsai-positions-iwslt": "tsai.py",
     "gka-language": "gka.py",
     "gka-vision": "gka.py",
     "kernels-per-second": "speed.py",
@@ -68,6 +69,12 @@ def check_data(study: Study) -> None:
         raise ValueError(
             f"{folder} has no folder {Path(study.corpus).parts[0]}, where {study.corpus} should be"
         )
+    for name in study.needs:
+        if not (folder / name).exists():
+            raise ValueError(
+                f"the study {study.name} needs {name} in a folder that --data names, "
+                f"got {study.source}"
+            )
 
 
 def find(text: str) -> Path:

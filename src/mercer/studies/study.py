@@ -136,6 +136,8 @@ class Study:
     # Where its data is in the folder that --data names, such as "translation/tatoeba". This is the
     # data in the key of a job, wherever the folder is.
     corpus: str = ""
+    # Files of that folder without which the study cannot run, besides its corpus.
+    needs: Sequence[str] = ()
     # The folder, or the source by name, that --data gave.
     source: str = ""
     # Settings of a run of the same task that is trained once, before all jobs; they start from its
