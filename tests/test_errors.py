@@ -69,6 +69,7 @@ def smooth(kernel=None, q=X, k=X, v=X, **options):
         (lambda: mc.Exponential(math.inf), "scale must be a finite number, got inf"),
         (lambda: mc.AdaptiveRBF(4, reach=0.0), "reach must be .* got 0.0"),
         (lambda: mc.RelativeSinusoid(base=0.0), "base must be .* got 0.0"),
+        (lambda: mc.RelativeSinusoid(max_distance=0), "max_distance must be .* got 0"),
         (
             lambda: mc.RelativeSinusoid(weight=torch.zeros(2, 4)),
             r"weight must be \[H, D, P\] .*got \[2, 4\]",

@@ -122,11 +122,17 @@ def huang2018(
     value="f_k W_v",
     filter="causal, with memory",
 )
-def dai2019(d_model: int, num_heads: int, *, memory: int = 150, **options: Any) -> KernelAttention:
+def dai2019(
+    d_model: int,
+    num_heads: int,
+    *,
+    memory: int = 150,
+    max_distance: int | None = None,
+    **options: Any,
+) -> KernelAttention:
     """Transformer-XL."""
-    return _attention(
-        d_model, num_heads, options, position=RelativeSinusoid(), filter=Memory(memory)
-    )
+    position = RelativeSinusoid(max_distance=max_distance)
+    return _attention(d_model, num_heads, options, position=position, filter=Memory(memory))
 
 
 @system(

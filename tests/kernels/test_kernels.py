@@ -153,6 +153,9 @@ WEIGHTS = {
         1.0 if j > i else lookup([*[[]] * 3, *u.table.tolist()], q.content, i - j, root)
     ),
     "relative-sinusoid": lambda _, q, k, i, j, h: sinusoid(q.relative, i - j),
+    "relative-sinusoid-clipped": lambda _, q, k, i, j, h: sinusoid(
+        q.relative, max(-2, min(2, i - j))
+    ),
     "alibi": lambda _, q, k, i, j, h: math.exp(-slope(h) * abs(i - j)),
     "buckets": lambda u, q, k, i, j, h: both_ways(u.table.tolist(), i - j, h),
     "buckets-one-way": lambda u, q, k, i, j, h: math.exp(u.table[SIX[max(i - j, 0)]][h].item()),
@@ -225,6 +228,7 @@ WEIGHTS = {
         (mc.RationalQuadratic(alpha=2.0), "(1 + |q - k|^2 / 4 s^2)^-2"),
         (mc.Cosine(), "exp(10 cos(q, k))"),
         (mc.RelativeSinusoid(), "exp(<q.relative, sinusoid(i-j)>)"),
+        (mc.RelativeSinusoid(max_distance=9), "exp(<q.relative, sinusoid(clip(i-j, 9))>)"),
         (mc.ALiBi([0.5]), "exp(-m_h |i-j|)"),
         (mc.ARD(4), "exp(-sum_d (q_d - k_d)^2 / 2 s_d^2)"),
         (mc.ARD(4, heads=2, on="position"),

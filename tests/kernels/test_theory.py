@@ -11,7 +11,7 @@ from mercer.testing import Shape, inputs
 ORDERLESS = sorted(
     set(KERNELS)
     - {"lookup", "lookup-per-head", "lookup-causal"}
-    - {"relative-sinusoid", "alibi", "buckets", "buckets-one-way"}
+    - {"relative-sinusoid", "relative-sinusoid-clipped", "alibi", "buckets", "buckets-one-way"}
 )
 BACKENDS = ("reference", "chunked", "sdpa")
 

@@ -1,5 +1,6 @@
 """Presets with the name of a published model: its parameters and its outputs, weights copied."""
 
+import copy
 import math
 
 import pytest
@@ -221,3 +222,182 @@ def test_positions_of_a_preset_give_way_to_those_that_are_named():
     assert presets.vit("deit-tiny", position="grid").input_position is None
     assert presets.vit("deit-tiny", system="vaswani2017").input_position is None
     assert presets.vit("deit-tiny", system="kundu2026").input_position == "learned"
+
+
+class TransformerXL(torch.nn.Module):
+    """Transformer-XL as its authors wrote it: the shift of relative scores, u and v for all layers,
+    a clamp of distances, adaptive softmax with a bias for each token; in evaluation."""
+
+    def __init__(self, vocab, cutoffs, width, heads, inner, layers, clamp):
+        super().__init__()
+        self.edges, self.heads, self.clamp = [0, *cutoffs, vocab], heads, clamp
+        self.embed = torch.nn.Embedding(vocab, width)
+        self.r_w_bias = torch.nn.Parameter(torch.zeros(heads, width // heads))
+        self.r_r_bias = torch.nn.Parameter(torch.zeros(heads, width // heads))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({
+                "qkv_net": torch.nn.Linear(width, 3 * width, bias=False),
+                "r_net": torch.nn.Linear(width, width, bias=False),
+                "o_net": torch.nn.Linear(width, width, bias=False),
+                "attn_norm": torch.nn.LayerNorm(width),
+                "up": torch.nn.Linear(width, inner),
+                "down": torch.nn.Linear(inner, width),
+                "ff_norm": torch.nn.LayerNorm(width),
+            })
+            for _ in range(layers)
+        )  # fmt: skip
+        self.out_bias = torch.nn.Parameter(torch.zeros(vocab))
+        self.cluster = torch.nn.Linear(width, len(cutoffs))
+
+    def forward(self, ids, memories):
+        x = self.embed(ids) * self.embed.embedding_dim**0.5
+        length, width = x.shape[1:]
+        before = 0 if memories is None else memories[0].shape[1]
+        away = torch.arange(before + length - 1, -1, -1.0).double().clamp(max=self.clamp)
+        angles = away[:, None] / 10000 ** (torch.arange(0.0, width, 2).double() / width)
+        r = torch.cat([angles.sin(), angles.cos()], -1)
+        kept = []
+        for n, layer in enumerate(self.layers):
+            kept.append(x)
+            whole = x if memories is None else torch.cat([memories[n], x], 1)
+            x = layer["attn_norm"](x + self.attend(layer, x, whole, r))
+            x = layer["ff_norm"](x + layer["down"](torch.relu(layer["up"](x))))
+        return self.log_p(x), kept
+
+    def attend(self, layer, x, whole, r):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in layer["qkv_net"](whole).chunk(3, -1))
+        q = q[:, -x.shape[1] :]
+        r = layer["r_net"](r).unflatten(-1, (self.heads, -1))
+        content = torch.einsum("bihd,bjhd->bhij", q + self.r_w_bias, k)
+        place = self.shift(torch.einsum("bihd,jhd->bhij", q + self.r_r_bias, r))
+        score = (content + place) / q.shape[-1] ** 0.5
+        hidden = torch.ones(score.shape[-2:]).triu(1 + k.shape[1] - q.shape[1]).bool()
+        share = score.masked_fill(hidden, -math.inf).softmax(-1)
+        return layer["o_net"](torch.einsum("bhij,bjhd->bihd", share, v).flatten(2))
+
+    @staticmethod
+    def shift(x):
+        padded = torch.cat([torch.zeros_like(x[..., :1]), x], -1)
+        return padded.view(*x.shape[:2], x.shape[3] + 1, x.shape[2])[:, :, 1:].reshape(x.shape)
+
+    def log_p(self, x):
+        score = x @ self.embed.weight.T + self.out_bias
+        first, *rest = self.edges[1:]
+        head = torch.cat([score[..., :first], self.cluster(x)], -1).log_softmax(-1)
+        each, low = [head[..., :first]], first
+        for n, high in enumerate(rest):
+            each.append(head[..., first + n, None] + score[..., low:high].log_softmax(-1))
+            low = high
+        return torch.cat(each, -1)
+
+
+def xl_state(theirs, heads):
+    """The weights under our names; theirs have sines before cosines, ours side by side."""
+    state = {
+        "relative_biases.content_bias": theirs.r_w_bias[:, None],
+        "relative_biases.position_bias": theirs.r_r_bias[:, None],
+        "head.cluster.weight": theirs.cluster.weight, "head.cluster.bias": theirs.cluster.bias,
+        "head.token_bias": theirs.out_bias,
+    }  # fmt: skip
+    for n, (low, high) in enumerate(zip(theirs.edges[:-1], theirs.edges[1:], strict=True)):
+        state[f"embed.tables.{n}.weight"] = theirs.embed.weight[low:high]
+    for n, layer in enumerate(theirs.layers):
+        own = f"blocks.{n}."
+        q, k, v = layer["qkv_net"].weight.chunk(3)
+        r = layer["r_net"].weight.unflatten(-1, (2, -1)).transpose(1, 2).flatten(1)
+        state |= {
+            own + "attention.query.weight": q, own + "attention.key.weight": k,
+            own + "attention.value.weight": v, own + "attention.out.weight": layer["o_net"].weight,
+            own + "attention.position.kernel.weight": r.unflatten(0, (heads, -1)),
+        }  # fmt: skip
+        names = {"attention_norm": "attn_norm", "feed_forward_norm": "ff_norm"}
+        names |= {"feed_forward.up": "up", "feed_forward.down": "down"}
+        for ours, name in names.items():
+            for part in ("weight", "bias"):
+                state[f"{own}{ours}.{part}"] = getattr(layer[name], part)
+    return state
+
+
+def test_xl_base_is_transformer_xl():
+    vocab, heads, length, clamp = 50, 4, 6, 7
+    theirs = fill(TransformerXL(vocab, [12, 30], 32, heads, 48, 2, clamp))
+    config = presets.lm(
+        "xl-base", adaptive=True, vocab_size=vocab, cutoffs=[12, 30], d_model=32, num_heads=heads,
+        num_layers=2, d_ff=48, context_length=length, memory_length=length, segment_length=length,
+        system_options={"max_distance": clamp},
+    )  # fmt: skip
+    ours = models.KernelLM(config).double().eval()
+    ours.load_state_dict(xl_state(theirs, heads))
+    ids = draw(vocab, 2, 3 * length)
+    memory, kept = ours.new_memory(), None
+    with torch.no_grad():
+        for segment in ids.split(length, 1):
+            want, kept = theirs(segment, kept)
+            got = ours(segment, memory=memory).logits
+            assert want.std() > 0.3
+            torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+    # All distances of a segment and its memory, and none at all, are something else.
+    for other in ({"max_distance": 2 * length}, {}):
+        free = models.KernelLM(presets.lm(
+            "xl-base", **(config_fields(config) | {"system_options": other})
+        )).double().eval()  # fmt: skip
+        free.load_state_dict(ours.state_dict())
+        memory = free.new_memory()
+        with torch.no_grad():
+            parts = [free(segment, memory=memory).logits for segment in ids.split(length, 1)]
+        assert (parts[-1] - got).abs().max() > 1e-3
+
+
+def config_fields(config):
+    return {
+        name: getattr(config, name)
+        for name in (
+            "vocab_size", "cutoffs", "div", "d_model", "num_heads", "num_layers", "d_ff",
+            "context_length", "memory_length", "segment_length",
+        )
+    }  # fmt: skip
+
+
+def test_xl_base_has_the_parameters_of_transformer_xl():
+    assert count(presets.lm("xl-base", adaptive=True)).total == 151_107_538
+    theirs = on_meta(lambda sizes: TransformerXL(*sizes), (
+        267_735, [20_000, 40_000, 200_000], 410, 10, 2100, 16, 400
+    ))  # fmt: skip
+    assert theirs == 151_107_538
+
+
+def test_a_model_that_shares_its_biases_is_saved_copied_and_trained(tmp_path):
+    config = presets.lm(
+        "xl-base", vocab_size=20, d_model=32, num_heads=4, num_layers=2, d_ff=48,
+        memory_length=4, segment_length=4, adaptive=True,
+    )  # fmt: skip
+    model = models.KernelLM(config)
+    ids = draw(20, 2, 8)
+    model(ids, labels=ids).loss.backward()
+    shared = model.relative_biases
+    assert shared.content_bias.grad.abs().max() > 0
+    assert sum("_bias" in name for name, _ in model.named_parameters()) == 3
+    assert model.head.token_bias.grad.abs().max() > 0
+    with torch.no_grad():
+        shared.content_bias.normal_()
+        model.head.token_bias.normal_()
+    model.eval().save_pretrained(tmp_path)
+    want = model(ids[:, :4]).logits
+    assert torch.equal(models.KernelLM.from_pretrained(tmp_path)(ids[:, :4]).logits, want)
+    twin = copy.deepcopy(model)
+    twin.relative_biases.content_bias.data.zero_()
+    assert torch.equal(model(ids[:, :4]).logits, want)
+    assert not torch.equal(twin(ids[:, :4]).logits, want)
+    with pytest.raises(ValueError, match="share_biases is for RelativeSinusoid positions"):
+        models.KernelLM(presets.lm("tiny", share_biases=True))
+
+
+def test_a_head_may_have_a_bias():
+    model = models.KernelLM(presets.lm("tiny", head_bias=True))
+    assert model.head.bias.shape == (1024,)
+    assert not model.head.bias.any()
+    plain = models.KernelLM(presets.lm("tiny"))
+    plain.load_state_dict({n: x for n, x in model.state_dict().items() if n != "head.bias"})
+    model.head.bias.data.normal_()
+    ids = draw(1024, 1, 5)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits + model.head.bias)

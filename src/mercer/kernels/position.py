@@ -10,7 +10,13 @@ from ..filters.places import Places
 from ..term.biases import QueryTable
 from ..term.features import Features, Input
 from ..term.layout import accumulator
-from ..term.sinusoids import SinusoidFactor, coefficients, turned_at, waves
+from ..term.sinusoids import (
+    SinusoidFactor,
+    coefficients,
+    run_of_sinusoids,
+    turned_at,
+    waves,
+)
 from ..term.term import Term
 from .arguments import is_finite
 from .base import Kernel
@@ -133,25 +139,38 @@ class RelativeSinusoid(Positional):
     """exp(sum_p c_{2p} sin((i-j) w_p) + c_{2p+1} cos((i-j) w_p)), w_p = base^(-2p/P).
 
     The coefficients c are the query's part, or the product of that part with a weight [H, D, P].
+    With `max_distance` all farther keys have that distance, as in `Lookup`.
     """
 
     entry = Entry(
         kind="several",
         text=False,
         bench=("relative-sinusoid", lambda h, d: Exponential() * RelativeSinusoid()),
-        examples={"relative-sinusoid": lambda h, d: RelativeSinusoid()},
+        examples={
+            "relative-sinusoid": lambda h, d: RelativeSinusoid(),
+            "relative-sinusoid-clipped": lambda h, d: RelativeSinusoid(max_distance=2),
+        },
     )
 
     weight: Tensor | None
 
     def __init__(
-        self, on: str = "relative", base: float = 10000.0, weight: Tensor | None = None
+        self,
+        on: str = "relative",
+        base: float = 10000.0,
+        weight: Tensor | None = None,
+        max_distance: int | None = None,
     ) -> None:
         super().__init__()
         if not (is_finite(base) and base > 0):
             raise ValueError(f"base must be a positive finite number, got {base}")
+        if max_distance is not None and (not isinstance(max_distance, int) or max_distance < 1):
+            raise ValueError(
+                f"max_distance must be a whole number from 1 up, or None, got {max_distance!r}"
+            )
         self.on = on
         self.base = base
+        self.max_distance = max_distance
         if weight is None:
             self.register_parameter("weight", None)
         elif weight.dim() != 3 or weight.shape[-1] % 2:
@@ -162,6 +181,8 @@ class RelativeSinusoid(Positional):
     def log_weight(self, q: Input, k: Input) -> Tensor:
         c = coefficients(self._asking(q), self.weight)
         away = distances(q, k, c.device)[:, 0]
+        if self.max_distance is not None:
+            away = away.clamp(-self.max_distance, self.max_distance)
         sin, cos = waves(away, c.shape[-1], self.base, c.dtype)  # [B or 1, Q, K, P / 2]
         if away.shape[0] == 1:
             return torch.einsum("bhip,ijp->bhij", c[..., 0::2], sin[0]) + torch.einsum(
@@ -173,15 +194,30 @@ class RelativeSinusoid(Positional):
         )
 
     def terms(self, q: Input, k: Input) -> tuple[Term, ...]:
-        if (places := said(q, k)) is not None:
-            c = coefficients(self._asking(q), self.weight)
-            i, j = places.tensors(c.device)
-            return (Term(factors=(turned_at(c, i, j, self.base),)),)
+        asking, num_keys, places = self._asking(q), Features.of(k).length, said(q, k)
+        clip = self.max_distance
+        if clip is not None and (places is not None or max(asking.shape[2], num_keys) > clip + 1):
+            # The angle sums need distances as they are.
+            return (Term(biases=(self._clipped(asking, clip, places),)),)
+        if places is not None:
+            i, j = places.tensors(asking.device)
+            return (Term(factors=(turned_at(coefficients(asking, self.weight), i, j, self.base),)),)
         turned = SinusoidFactor(
-            asking=self._asking(q), weight=self.weight, base=self.base,
-            num_keys=Features.of(k).length,
-        )  # fmt: skip
+            asking=asking, weight=self.weight, base=self.base, num_keys=num_keys
+        )
         return (Term(factors=(turned,)),)
+
+    def _clipped(self, asking: Tensor, clip: int, places: Places | None) -> QueryTable:
+        """The same weights by a table of the distances up to `clip`."""
+        weight = self.weight
+        width = asking.shape[-1] if weight is None else weight.shape[-1]
+        wide = asking.dtype != torch.bfloat16
+
+        def form(first: int) -> Tensor:
+            rows = run_of_sinusoids(first, clip + 1, width, self.base, asking, wide=wide)
+            return rows[None] if weight is None else rows @ weight.to(asking.dtype).mT
+
+        return QueryTable(q=asking, form=form, clip=clip, source=weight, places=places)
 
     def _asking(self, q: Input) -> Tensor:
         """The queries' part, [B, H, Q, P], or with a weight [B, H, Q, D]."""
@@ -199,7 +235,8 @@ class RelativeSinusoid(Positional):
     @property
     def formula(self) -> str:
         part = f"q.{self.on}" if self.weight is None else f"q.{self.on} W"
-        return f"exp(<{part}, sinusoid(i-j)>)"
+        away = "i-j" if self.max_distance is None else f"clip(i-j, {self.max_distance})"
+        return f"exp(<{part}, sinusoid({away})>)"
 
 
 def said(q: Input, k: Input) -> Places | None:

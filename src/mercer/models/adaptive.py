@@ -68,12 +68,23 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """log p(token), in two steps; tied, it reads the tables of the embedding."""
+    """log p(token), in two steps; tied, it reads the tables of the embedding.
+
+    With `bias`, each token has a number that is added to its score.
+    """
 
     def __init__(
-        self, vocab_size: int, d_model: int, cutoffs: Sequence[int], div: int, *, tied: bool
+        self,
+        vocab_size: int,
+        d_model: int,
+        cutoffs: Sequence[int],
+        div: int,
+        *,
+        tied: bool,
+        bias: bool = False,
     ) -> None:
         super().__init__()
+        self.token_bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
         self.parts = split_vocabulary(vocab_size, d_model, cutoffs, div)
         self.tables = None if tied else _make_tables(self.parts)
         self.down = nn.ModuleList(_project(d_model, width) for _, _, width in self.parts[1:])
@@ -124,11 +135,15 @@ class AdaptiveSoftmax(nn.Module):
         return weight
 
     def _head(self, x: Tensor, tables: nn.ModuleList | None) -> Tensor:
-        scores = torch.cat([F.linear(x, self._table(0, tables)), self.cluster(x)], -1)
-        return _log_softmax(scores)
+        scores = F.linear(x, self._table(0, tables), self._bias(0))
+        return _log_softmax(torch.cat([scores, self.cluster(x)], -1))
 
     def _tail(self, x: Tensor, n: int, tables: nn.ModuleList | None) -> Tensor:
-        return _log_softmax(F.linear(self.down[n - 1](x), self._table(n, tables)))
+        return _log_softmax(F.linear(self.down[n - 1](x), self._table(n, tables), self._bias(n)))
+
+    def _bias(self, n: int) -> Tensor | None:
+        first, size, _ = self.parts[n]
+        return None if self.token_bias is None else self.token_bias[first : first + size]
 
 
 def _log_softmax(scores: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from transformers import initialization as init
 from .. import own
 from ..filters import Documents, Filter
 from ..names import suggest
-from ..nn import KernelAttention, Learned, Sinusoid, TokenKernels
+from ..nn import KernelAttention, Learned, RelativeBiases, Sinusoid, TokenKernels
+from .adaptive import AdaptiveSoftmax
 from .block import Block, Weights, is_known, leading_zeros, make_norm
 from .config import KernelConfig
 from .parts import Parts, Place, build, most_places
@@ -122,6 +123,12 @@ class KernelModel(PreTrainedModel):
                 init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)  # type: ignore[arg-type]
+        elif isinstance(module, RelativeBiases):
+            for x in module.parameters():
+                init.normal_(x, std=0.0 if std is None else std)
+        elif isinstance(module, AdaptiveSoftmax):
+            if module.token_bias is not None:
+                init.zeros_(module.token_bias)
         elif hasattr(module, "starts"):
             restart(module)
         elif isinstance(module, TokenKernels):

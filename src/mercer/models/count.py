@@ -134,7 +134,10 @@ def part_of(name: str) -> str:
         return "feed-forward"
     if "value_embedding" in steps:
         return "value-embedding"
-    if {"kernel", "position"} & set(steps) or steps[-1] in ("log_bandwidth", "steering"):
+    if {"kernel", "position", "relative_biases"} & set(steps) or steps[-1] in (
+        "log_bandwidth",
+        "steering",
+    ):
         return "kernel"
     return "attention" if {"attention", "cross"} & set(steps) else "embedding"
 

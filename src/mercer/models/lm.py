@@ -13,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ..filters import Filter, Window
 from ..kernels import Kernel
-from ..nn import SegmentMemory, layer_windows
+from ..nn import RelativeBiases, RelativeSinusoid, SegmentMemory, layer_windows
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .base import KernelModel, check_ids, embed_places, read_mask, scale_of
 from .block import Block, Weights, norm_of
@@ -46,14 +46,15 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         sizes = config.vocab_size, config.d_model
         if config.cutoffs is None:
             self.embed = nn.Embedding(*sizes)
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
         else:
             self._tied_weights_keys = {}
             self.graph_read_out = False
             self.embed = AdaptiveEmbedding(*sizes, config.cutoffs, config.div)
             self.head = AdaptiveSoftmax(
-                *sizes, config.cutoffs, config.div, tied=config.tie_word_embeddings
-            )
+                *sizes, config.cutoffs, config.div, tied=config.tie_word_embeddings,
+                bias=config.head_bias,
+            )  # fmt: skip
         self.input_position = self.make_input_position()
         layers = config.layer_parts()
         self.token_kernels = token_kernels(layers, config.vocab_size)
@@ -71,12 +72,16 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
                 window=windows[n],
                 tokens=self.token_kernels,
                 normalized=config.pre_norm,
-                shape=self.shape(value_vocab=config.vocab_size if embeds else None),
+                shape=self.shape(
+                    value_vocab=config.vocab_size if embeds else None,
+                    bias=config.bias if config.attention_bias is None else config.attention_bias,
+                ),
                 dropout=config.attention_dropout,
                 backend=config.backend,
             )
             blocks.append(self.make_block(parts, place))
         self.blocks = nn.ModuleList(blocks)
+        self.relative_biases = share_biases(config, blocks) if config.share_biases else None
         self.norm = self.make_last_norm()
         self.dropout = nn.Dropout(config.dropout)
         self.post_init()
@@ -234,6 +239,18 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         if memory is not None:
             return memory[0].seen
         return 0 if cache is None else cache.get_seq_length()
+
+
+def share_biases(config: KernelLMConfig, blocks: Sequence[Block]) -> RelativeBiases:
+    """One pair of Transformer-XL's vectors, which all layers with such positions take."""
+    positions = [getattr(block.attention, "position", None) for block in blocks]
+    taking = [p for p in positions if isinstance(p, RelativeSinusoid) and p.biases]
+    if not taking:
+        raise ValueError("share_biases is for RelativeSinusoid positions, and no layer has them")
+    shared = RelativeBiases(config.num_heads, config.head_dim)
+    for position in taking:
+        position.share(shared)
+    return shared
 
 
 def _windows(config: KernelLMConfig) -> list[Filter | None]:

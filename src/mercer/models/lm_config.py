@@ -35,7 +35,8 @@ class KernelLMConfig(KernelConfig):
         activation: "relu", "relu2" (its square), "gelu" (its tanh form, as in GPT-2), "gelu-exact"
             (as in ViT) or "silu".
         mlp: "plain", or "gated" for a feed-forward net W_2 (f(W_3 x) * W_1 x); with "silu", SwiGLU.
-        bias: whether linear maps and layer norms have one.
+        bias: whether linear maps and layer norms have one. attention_bias: the same of attention;
+            None: as the others. head_bias: whether each token has a number added to its logit.
         normalize: divide q and k by their root mean square per head, after a rotation.
         value_embeddings: on every second layer, the last included, a vector of the token is added
             to the values.
@@ -43,6 +44,7 @@ class KernelLMConfig(KernelConfig):
         memory_length: how many states of earlier segments `new_memory` holds in each layer.
         segment_length: without a cache, read longer sequences segment by segment. Each segment
             sees the states of earlier ones, without gradient (Transformer-XL).
+        share_biases: one pair of Transformer-XL's vectors u and v for all layers.
         input_position: "learned" or "sinusoid", added once to the embeddings; None: not added.
             It is independent of the positions in the layers.
         embedding_scale: multiply embeddings by sqrt(d_model).
@@ -88,12 +90,15 @@ class KernelLMConfig(KernelConfig):
         activation: Activation = "gelu",
         mlp: Mlp = "plain",
         bias: bool = False,
+        attention_bias: bool | None = None,
+        head_bias: bool = False,
         normalize: bool = False,
         value_embeddings: bool = False,
         windows: str | None = None,
         short_window: int | None = None,
         memory_length: int | None = None,
         segment_length: int | None = None,
+        share_biases: bool = False,
         input_position: str | None = None,
         embedding_scale: bool = False,
         embedding_norm: bool = False,
@@ -123,9 +128,11 @@ class KernelLMConfig(KernelConfig):
         self.system_options = {} if system_options is None else system_options
         self.num_kv_heads, self.norm, self.pre_norm = num_kv_heads, norm, pre_norm
         self.activation, self.bias, self.normalize = activation, bias, normalize
+        self.attention_bias, self.head_bias = attention_bias, head_bias
         self.value_embeddings, self.windows = value_embeddings, windows
         self.short_window, self.memory_length = short_window, memory_length
-        self.segment_length, self.input_position = segment_length, input_position
+        self.segment_length, self.share_biases = segment_length, share_biases
+        self.input_position = input_position
         self.embedding_scale, self.embedding_norm = embedding_scale, embedding_norm
         self.cutoffs, self.div = None if cutoffs is None else list(cutoffs), div
         self.logit_cap, self.dropout = logit_cap, dropout

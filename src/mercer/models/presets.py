@@ -18,9 +18,12 @@ from .translator_config import KernelTranslatorConfig
 from .vit_config import KernelViTConfig
 
 LM: dict[str, dict[str, Any]] = {
-    # Transformer-XL on WikiText-103, base: tokens are words, sorted by frequency.
+    # Transformer-XL on WikiText-103, base: tokens are words, sorted by frequency. Its authors
+    # clamp distances in evaluation only; in training none is above 299.
     "xl-base": {
         "system": "dai2019",
+        "system_options": {"max_distance": 400},
+        "share_biases": True,
         "vocab_size": 267735,
         "d_model": 410,
         "num_layers": 16,
@@ -32,10 +35,13 @@ LM: dict[str, dict[str, Any]] = {
         "pre_norm": False,
         "activation": "relu",
         "bias": True,
+        "attention_bias": False,
+        "head_bias": True,
         "dropout": 0.1,
         "activation_dropout": 0.1,
         "embedding_scale": True,
         "initializer_range": 0.02,
+        "residual_start": "plain",
     },
     # GPT-2 of 124 M: positions are learned, and added once.
     "gpt2-small": {
@@ -142,7 +148,7 @@ VIT: dict[str, dict[str, Any]] = {
     },
 }
 # A preset's positions give way to those of a system, a position or a kernel that is named.
-POSITIONS = ("position", "input_position")
+POSITIONS = ("position", "input_position", "share_biases")
 # The cutoffs of Transformer-XL's vocabulary on WikiText-103.
 XL_CUTOFFS = (20000, 40000, 200000)
 

@@ -15,6 +15,7 @@ from .positions import LookupTable as LookupTable
 from .positions import NoPosition as NoPosition
 from .positions import Position as Position
 from .positions import ProductKernel as ProductKernel
+from .positions import RelativeBiases as RelativeBiases
 from .positions import RelativeSinusoid as RelativeSinusoid
 from .positions import Rotary as Rotary
 from .tokens import Taps as Taps

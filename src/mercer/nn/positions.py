@@ -105,14 +105,26 @@ class LookupTable(Position):
         self.kernel = Lookup(table, causal=self.causal)
 
 
+class RelativeBiases(nn.Module):
+    """Transformer-XL's two vectors u and v of every head, for layers that share them."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+        self.position_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+
+
 class RelativeSinusoid(Position):
     """k(f_q, f_k) times a kernel of sinusoids of i - j with coefficients f_q W_q W_R (Eq. 5).
 
     biases: Transformer-XL's two learned vectors, one added to the query of each factor.
     width: the number of sinusoids, "head" for D or "model" for d_model (as in Transformer-XL).
+    max_distance: farther keys have this distance (Transformer-XL's clamp length).
     """
 
     symmetric = False
+    # Where the biases are those of another module, which layers share.
+    shared: RelativeBiases | None = None
 
     def __init__(
         self,
@@ -120,6 +132,7 @@ class RelativeSinusoid(Position):
         biases: bool = True,
         width: Literal["head", "model"] = "model",
         base: float = 10000.0,
+        max_distance: int | None = None,
     ) -> None:
         super().__init__()
         if width not in ("head", "model"):
@@ -127,7 +140,7 @@ class RelativeSinusoid(Position):
         self.biases = biases
         self.width = width
         # Without its weight, which needs the sizes of a layer.
-        self.kernel = RelativeSinusoidKernel(base=base)
+        self.kernel = RelativeSinusoidKernel(base=base, max_distance=max_distance)
 
     def setup(self, d_model: int, num_heads: int, head_dim: int) -> None:
         super().setup(d_model, num_heads, head_dim)
@@ -136,14 +149,23 @@ class RelativeSinusoid(Position):
             raise ValueError(f"RelativeSinusoid needs an even width, but {self.width} is {width}")
         weight = nn.Parameter(torch.randn(num_heads, head_dim, width) * d_model**-0.5)
         assert isinstance(self.kernel, RelativeSinusoidKernel)
-        self.kernel = RelativeSinusoidKernel(base=self.kernel.base, weight=weight)
+        self.kernel = RelativeSinusoidKernel(
+            base=self.kernel.base, weight=weight, max_distance=self.kernel.max_distance
+        )
         if self.biases:
             self.content_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
             self.position_bias = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
 
+    def share(self, biases: RelativeBiases) -> None:
+        """Take the biases of this module in place of its own; they are not registered here."""
+        del self.content_bias, self.position_bias
+        object.__setattr__(self, "shared", biases)
+
     def query_parts(self, q: Tensor, places: Tensor) -> dict[str, Tensor]:
-        content = q + self.content_bias if self.biases else q
-        asking = q + self.position_bias if self.biases else q
+        content, asking = q, q
+        if self.biases:
+            held = self if self.shared is None else self.shared
+            content, asking = q + held.content_bias, q + held.position_bias
         return {"content": content, "relative": asking * q.shape[-1] ** -0.5}
 
     @property
