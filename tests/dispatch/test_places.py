@@ -427,3 +427,84 @@ def test_nan_stays_in_the_rows_that_see_it():
         out = mc.smooth(mc.RBF(), q, k, v, filter=mc.Causal(), places=places, backend=backend)
         assert out[0].isnan().all(-1).tolist() == [[True, False, True]] * HEADS
         assert bool(out[1].isfinite().all())
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa"])
+def test_places_before_0_are_places(backend):
+    """Only differences count, and multiples of a stride; both strides here divide 12."""
+    q, k, v = draws(3, 5, torch.float64)
+    kernel = mc.RBF() if backend == "sdpa" else RELATIVE["joined"]().double()
+    q_places, k_places = torch.tensor([[4, 9, 1]]), torch.tensor([[0, 7, 2, 9, 3]])
+    filter = mc.Causal() & (mc.Fixed(4, 2) | mc.Strided(3)) | mc.Window(0, 2) & mc.Memory(2)
+    for there, before in (
+        ((q_places, k_places), (q_places - 12, k_places - 12)),
+        ((9, 6), (-3, -6)),
+        ((4, k_places), (-8, k_places - 12)),
+    ):
+        wanted, got = (
+            mc.smooth(kernel, q, k, v, filter=filter, backend=backend, places=places)
+            for places in (there, before)
+        )
+        assert_close(got, wanted, str(before))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_places_are_compared_in_64_bits(dtype):
+    q, k, v = draws()
+    wide = torch.tensor([[4, 9, 100]]), torch.tensor([[0, 70, 2, 9, 120]])
+    narrow = tuple(x.to(dtype) for x in wide)
+    filter = mc.Window(90, 30)
+    wanted = mc.smooth(mc.RBF(), q, k, v, filter=filter, places=wide)
+    assert torch.equal(mc.smooth(mc.RBF(), q, k, v, filter=filter, places=narrow), wanted)
+
+
+@pytest.mark.parametrize("kernel", ["lookup", "alibi", "relative-sinusoid", "joined"])
+def test_a_place_may_be_said_twice(kernel):
+    """Two keys at one place: both have the weights of that place."""
+    q, k, v = draws(2, 3, torch.float64)
+    module = double(RELATIVE[kernel]())
+    parts = sorted(module.query_parts | module.key_parts | {"content"})
+    q, k = (mc.Features(**dict.fromkeys(parts, x)) for x in (q, k))
+    here = torch.tensor([[5, 5]]), torch.tensor([[4, 2, 4]])
+    each = [
+        mc.smooth(
+            module, q, k.rows(n, n + 1), v[:, :, n : n + 1], return_log_mass=True,
+            places=(here[0], here[1][:, n : n + 1]),
+        )[1]
+        for n in range(3)
+    ]  # fmt: skip
+    for backend in ("reference", "chunked"):
+        _, mass = mc.smooth(
+            module, q, k, v, places=here, backend=backend, return_log_mass=True, filter=mc.Causal()
+        )
+        assert_close(mass, torch.stack(each).logsumexp(0), backend)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (3, 0), (0, 0)])
+def test_calls_without_queries_or_keys(sizes):
+    q, k, v = draws(*sizes)
+    queries, keys = sizes
+    tensors = torch.arange(queries)[None] * 3, torch.arange(keys)[None] * 2
+    kernel = mc.RBF() * mc.ALiBi(mc.ALiBi.standard(HEADS))
+    for places in ((7, 2), tensors):
+        for filter in (mc.Causal(), mc.Memory(2), mc.Fixed(3), mc.Full()):
+            for backend in ("reference", "chunked"):
+                out, mass = mc.smooth(
+                    kernel, q, k, v, filter=filter, places=places, backend=backend,
+                    return_log_mass=True,
+                )  # fmt: skip
+                assert out.shape == (2, HEADS, queries, DIM)
+                assert not out.any()
+                assert bool(mass.isneginf().all())
+
+
+def test_one_state_serves_consecutive_places():
+    """The backend in linear time: the last keys of a call, or a reason."""
+    q, k, v = draws(3, 5, torch.float64)
+    for places in ((7, 5), (6, 5)):
+        call = {"filter": mc.Causal(), "places": places}
+        got = mc.smooth(mc.Polynomial(), q, k, v, backend="linear", **call)
+        assert_close(got, mc.smooth(mc.Polynomial(), q, k, v, backend="reference", **call), "out")
+    apart = torch.tensor([[4, 9, 1]]), torch.tensor([[0, 7, 2, 9, 3]])
+    with pytest.raises(ValueError, match="one state cannot serve"):
+        mc.smooth(mc.Polynomial(), q, k, v, backend="linear", filter=mc.Causal(), places=apart)

@@ -31,7 +31,13 @@ def place(filter: Filter, places: Places, device: torch.device) -> Filter:
         if found is not None:
             return found
     q, k = places.tensors(device) if compiling else (places.q, places.k)
-    return Placed(filter, q, k, q.amin(-1) if isinstance(q, Tensor) and q.numel() else 0)
+    return Placed(filter, q, k, _first(q))
+
+
+def _first(q: Said) -> Said:
+    if not isinstance(q, Tensor):
+        return q
+    return q.amin(-1) if q.shape[1] else q.new_zeros(len(q))
 
 
 def hides_later(filter: Filter) -> bool:
@@ -51,7 +57,7 @@ class Placed(Filter):
     filter: Filter
     q: Said  # the place of the first query, or [B or 1, Q]
     k: Said  # the place of the first key, or [B or 1, K]
-    first: Said  # the place of the first query of each sequence, [B or 1]; read with tensors alone
+    first: Said  # the lowest place of a query, or that of each sequence, [B or 1]
 
     def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
         return self.filter.sees(b, *self._at(b, i, j, start))
@@ -65,7 +71,7 @@ class Placed(Filter):
             assert isinstance(self.first, Tensor)
             first = self.first[b if self.first.shape[0] > 1 else 0]
             return _of(self.q, b, i - start), _of(self.k, b, j), first
-        return i - start + self.q, j + self.k, self.q
+        return i - start + self.q, j + self.k, self.first
 
     def joins(self, b: Index, j: Index, m: Index) -> Index:
         return self.filter.joins(b, _of(self.k, b, j), _of(self.k, b, m))
