@@ -17,8 +17,8 @@ from ...filters.base import can_read
 from ...kernels import Exponential, Kernel
 from ...smoother import smooth
 from ...tokenwise.vicinity import vicinity
+from ..moving import kept
 from .masks import Seen
-from .moving import kept
 from .tokens import Tokens
 from .weights import weights_of
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ... import parse
 from ...kernels import Kernel
 from ...nn import TokenKernels
 from ...own import Trust
+from ..host import own_kernel
 from .attention import NAME
 from .host import Host
 from .layers import Layer, Which, attention_layers, choose
@@ -160,32 +160,7 @@ def _kernels(
 
 
 def _kernel_of(layer: Layer, kernel: str | Kernel, trust: Trust) -> Kernel:
-    # Models are often built on the meta device, where no bandwidth can be read.
-    with torch.device("cpu"):
-        if isinstance(kernel, str):
-            kernel = parse.kernel(kernel, trust)
-        if not isinstance(kernel, Kernel):
-            raise ValueError(
-                f'a kernel must be text such as "RBF(heads=8)" or a Kernel, got {kernel!r}'
-            )
-        parts = sorted(kernel.query_parts - {"content"})
-        if parts:
-            raise ValueError(
-                f"{kernel!r} reads the part {parts[0]!r}, which the layers of this model do not "
-                "have: their queries and keys are one part, content"
-            )
-        own = copy.deepcopy(kernel)
-        if layer.heads and layer.dim:
-            x = next(own.parameters(), torch.zeros(())).new_zeros(1, layer.heads, 1, layer.dim)
-            try:
-                with torch.no_grad():
-                    own.log_weight(x.float(), x.float())
-            except ValueError as error:
-                raise ValueError(
-                    f"{kernel!r} does not fit {layer}, which has {layer.heads} heads of "
-                    f"{layer.dim} features: {error}"
-                ) from None
-    return own
+    return own_kernel(kernel, layer.heads, layer.dim, str(layer), trust)
 
 
 def owner_of(base: nn.Module, layers: list[Layer], tokens: TokenKernels) -> nn.Module:

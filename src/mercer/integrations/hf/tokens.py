@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ...nn import TokenKernels
 from ...nn.tokens import Taps
-from .moving import kept
+from ..moving import kept
 
 
 class Tokens(nn.Module):
