@@ -23,6 +23,7 @@ from .kernels import ARD as ARD
 from .kernels import RBF as RBF
 from .kernels import AdaptiveRBF as AdaptiveRBF
 from .kernels import ALiBi as ALiBi
+from .kernels import Bridge as Bridge
 from .kernels import Buckets as Buckets
 from .kernels import Cosine as Cosine
 from .kernels import Distance as Distance

@@ -135,6 +135,13 @@ WEIGHTS = {
     "rbf": lambda _, q, k, i, j, h: math.exp(-(apart(q.content, k.content) ** 2) * root),
     "rbf-fixed": lambda _, q, k, i, j, h: rbf(q.content, k.content, 1.5),
     "rbf-per-head": lambda _, q, k, i, j, h: rbf(q.content, k.content, [1.0, 2.5][h]),
+    "bridge": lambda _, q, k, i, j, h: math.exp(
+        root * (dot(q.content, k.content) - dot(q.content, q.content) / 2)
+    ),
+    "bridge-per-head": lambda _, q, k, i, j, h: (
+        rbf(q.content, k.content, [1.0, 2.5][h])
+        * math.exp(0.4 * dot(k.content, k.content) / (2 * [1.0, 2.5][h] ** 2))
+    ),
     "adaptive": adaptive,
     "polynomial": lambda _, q, k, i, j, h: dot(q.content, k.content) ** 2,
     "polynomial-4": lambda _, q, k, i, j, h: dot(q.content, k.content) ** 4,
@@ -222,6 +229,7 @@ WEIGHTS = {
         (mc.Exponential(0.5, on="position"), "exp(0.5 <q.position, k.position>)"),
         (mc.RBF(2.0), "exp(-|q - k|^2 / (2 * 2^2))"),
         (mc.RBF(heads=4), "exp(-|q - k|^2 / 2 s_h^2)"),
+        (mc.Bridge(c=0.5), "exp(-|q - k|^2 / 2 s^2) * exp(0.5 |k|^2 / 2 s^2)"),
         (mc.Polynomial(4), "<q, k>^4"),
         (mc.Linear(signed=True), "<q, k>"),
         (mc.Laplace(3.0), "exp(-|q - k| / 3)"),

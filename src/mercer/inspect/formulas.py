@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from ..kernels import ALiBi, Buckets, Kernel, Power, Product, Scaled, Sum
-from ..kernels.distance import AdaptiveRBF, Distance, default_bandwidth, distance
+from ..kernels.distance import AdaptiveRBF, Distance, distance
 from ..kernels.stationary import ARD, Periodic
 from ..nn import GaussianAttention
 from ..term.features import Features
@@ -71,7 +71,7 @@ def bandwidth_of(kernel: Distance, head: int, q: Features | None) -> float | Non
         return s
     if q is None or kernel.on not in q:
         return None
-    return s * default_bandwidth(q.part(kernel.on).shape[-1])
+    return s * kernel.default(q.part(kernel.on).shape[-1])
 
 
 def _of_head(x: Tensor, head: int) -> float:

@@ -174,9 +174,7 @@ def _fixed(seen: Seen, counted: Tensor) -> list[dict[str, Any]]:
 
 def _default(kernel: Any, q: Any) -> float:
     if getattr(kernel, "relative_to_default", False) and kernel.on in q:
-        from ..kernels.distance import default_bandwidth
-
-        return default_bandwidth(q.part(kernel.on).shape[-1])
+        return float(kernel.default(q.part(kernel.on).shape[-1]))
     return 1.0
 
 

@@ -8,6 +8,7 @@ from .base import Scaled as Scaled
 from .base import Sum as Sum
 from .bias import ALiBi as ALiBi
 from .bias import Buckets as Buckets
+from .bridge import Bridge as Bridge
 from .distance import RBF as RBF
 from .distance import AdaptiveRBF as AdaptiveRBF
 from .distance import Distance as Distance
@@ -38,6 +39,6 @@ Power.entry = Entry(
 
 # Every kernel that the package declares: text, the bench, the tests and the docs follow from this.
 KERNELS: tuple[type[Kernel], ...] = (
-    Exponential, RBF, AdaptiveRBF, Polynomial, Linear, RationalQuadratic, Laplace, Matern, Cosine,
-    ALiBi, Lookup, RelativeSinusoid, Buckets, ARD, Periodic, SpectralMixture, Scaled, Power,
+    Exponential, RBF, AdaptiveRBF, Bridge, Polynomial, Linear, RationalQuadratic, Laplace, Matern,
+    Cosine, ALiBi, Lookup, RelativeSinusoid, Buckets, ARD, Periodic, SpectralMixture, Scaled, Power,
 )  # fmt: skip

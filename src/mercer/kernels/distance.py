@@ -61,9 +61,11 @@ class Distance(Kernel):
 
     def bandwidth(self, dim: int) -> Tensor:
         """s for features of this width, one number or one per head."""
-        return self.log_bandwidth.exp() * (
-            default_bandwidth(dim) if self.relative_to_default else 1.0
-        )
+        return self.log_bandwidth.exp() * (self.default(dim) if self.relative_to_default else 1.0)
+
+    def default(self, dim: int) -> float:
+        """s for features of this width, where no bandwidth was given."""
+        return default_bandwidth(dim)
 
     def precision(self, x: Tensor) -> Tensor:
         """1 / s^2, [H or 1, 1, 1]."""
@@ -77,7 +79,7 @@ class Distance(Kernel):
                 f"the kernel has bandwidths for {log.numel()} heads, "
                 f"but the queries have {x.shape[1]}"
             )
-        offset = math.log(default_bandwidth(x.shape[-1])) if self.relative_to_default else 0.0
+        offset = math.log(self.default(x.shape[-1])) if self.relative_to_default else 0.0
         return LogScale(log=log if log.dim() == 1 else log.reshape(-1), offset=offset)
 
     def log_weight(self, q: Input, k: Input) -> Tensor:
@@ -97,7 +99,7 @@ class Distance(Kernel):
     def written_with(self, r: str, s: str) -> str:
         if self.link is not None:
             return f"{self.link.formula}, r = {r} / {s}"
-        return f"exp(-{r}^2 / {_times_square('2', s)})"
+        return f"exp(-{r}^2 / {times_square('2', s)})"
 
     def _bandwidth_name(self) -> str:
         if self.log_bandwidth.numel() > 1:
@@ -171,7 +173,7 @@ class RationalQuadratic(Distance):
         self.link = Rational(float(alpha))
 
     def written_with(self, r: str, s: str) -> str:
-        square = _times_square(f"{2 * self.alpha:g}", s)
+        square = times_square(f"{2 * self.alpha:g}", s)
         return f"(1 + {r}^2 / {square})^-{self.alpha:g}"
 
 
@@ -284,7 +286,7 @@ def squared_distance(q: Tensor, k: Tensor) -> Tensor:
     return torch.where(squares.isinf(), (q.float() - k.float()).square().sum(-1), squares.float())
 
 
-def _times_square(number: str, s: str) -> str:
+def times_square(number: str, s: str) -> str:
     return f"{number} {s}^2" if s.startswith("s") else f"({number} * {s}^2)"
 
 

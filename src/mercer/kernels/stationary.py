@@ -86,7 +86,7 @@ class ARD(Distance):
             raise ValueError(f"ARD was made for {dim} features, but the queries have {x.shape[-1]}")
         log = self.log_bandwidth.to(accumulator(x.dtype)).reshape(-1, dim)
         check_heads("bandwidths", log, x.shape[1])
-        default = default_bandwidth(dim) if self.relative_to_default else 1.0
+        default = self.default(dim) if self.relative_to_default else 1.0
         return (-log).exp()[:, None] / default
 
     @property

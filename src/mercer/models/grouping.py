@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..kernels import AdaptiveRBF, ALiBi, Periodic, Scaled
+from ..kernels import AdaptiveRBF, ALiBi, Bridge, Periodic, Scaled
 from ..kernels.distance import Distance
 from ..kernels.stationary import Wave
 from ..nn import GaussianAttention, TokenKernels
@@ -15,8 +15,8 @@ GROUPS = ("bandwidth", "token_kernels", "rest")
 def groups(model: nn.Module) -> dict[str, list[str]]:
     """The names of a model's parameters: "bandwidth", "token_kernels" and "rest".
 
-    Bandwidths are log_bandwidth, the weights of per-query bandwidths, periods, frequencies, learned
-    slopes, and the weights of a mixture.
+    Bandwidths are log_bandwidth, the weights of per-query bandwidths, c of `Bridge`, periods,
+    frequencies, learned slopes, and the weights of a mixture.
     """
     group: dict[int, str] = {}
     for module in model.modules():
@@ -28,6 +28,8 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
                 group[id(module.weight)] = "bandwidth"
             if isinstance(module, GaussianAttention) and module.adaptive:
                 group[id(module.steering)] = "bandwidth"
+            if isinstance(module, Bridge):
+                group[id(module.c)] = "bandwidth"
             if isinstance(module, Periodic):
                 group[id(module.log_period)] = "bandwidth"
         elif isinstance(module, Scaled):

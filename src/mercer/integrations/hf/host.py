@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...filters import Documents, Mask
 from ...filters.base import can_read
-from ...kernels import Exponential, Kernel
+from ...kernels import Bridge, Exponential, Kernel
 from ...smoother import smooth
 from ...tokenwise.vicinity import vicinity
 from ..moving import kept
@@ -83,11 +83,13 @@ class Host(nn.Module):
         return out, weights_of(self.kernel, q, k, seen.filter) if weights else None
 
     def _take(self, scaling: float | None) -> None:
-        """Exponentials without a scale take the model's."""
+        """Kernels that were given no scale take the model's."""
         if scaling is None:
             return
         for kernel in self.kernel.modules():
-            if isinstance(kernel, Exponential) and kernel.arguments == "":
+            if isinstance(kernel, Bridge) or (
+                isinstance(kernel, Exponential) and kernel.arguments == ""
+            ):
                 kernel.scale = scaling
 
     def _vicinity(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...kernels import Kernel
+from ...kernels import RBF, Bridge, Kernel
 from ...nn import TokenKernels
 from ...own import Trust
 from ..host import own_kernel
@@ -28,6 +28,7 @@ def patch(
     kernel: Kernels | None = None,
     *,
     layers: Which = "all",
+    start: str | None = None,
     token_kernels: TokenKernels | None = None,
     trust_kernels: Trust = None,
 ) -> M:
@@ -47,6 +48,8 @@ def patch(
         kernel: a kernel, its text, or a dict {layer: kernel}. Each layer gets a copy.
         layers: which layers get it: "all", a number, the name of a layer or of a module that
             contains layers, or a list of these.
+        start: "as-softmax" for RBF that computes softmax at first, so that the model is as it came;
+            `leave_softmax` leads it to RBF during training. None starts with the kernel as it is.
         token_kernels: for the tokens of the model; `layers` of its own says where they act.
         trust_kernels: files or modules that a kernel in text may be imported from.
     """
@@ -54,7 +57,13 @@ def patch(
     found = attention_layers(base)
     if kernel is None and token_kernels is None:
         raise ValueError('patch needs kernel="RBF(heads=8)", or token_kernels=…, or both')
+    if start not in (None, "as-softmax"):
+        raise ValueError(f'start must be "as-softmax" or None, got {start!r}')
+    if start is not None and kernel is None:
+        raise ValueError(f'start={start!r} needs kernel="RBF(heads=8)"')
     chosen = _kernels(found, kernel, layers, trust_kernels)
+    if start is not None:
+        chosen = {number: _as_softmax(one) for number, one in chosen.items()}
     owner = None
     if token_kernels is not None:
         owner = owner_of(base, found, token_kernels)
@@ -161,6 +170,26 @@ def _kernels(
 
 def _kernel_of(layer: Layer, kernel: str | Kernel, trust: Trust) -> Kernel:
     return own_kernel(kernel, layer.heads, layer.dim, str(layer), trust)
+
+
+def _as_softmax(kernel: Kernel) -> Bridge:
+    """The bridge to an RBF, at the side of softmax."""
+    if isinstance(kernel, Bridge):
+        return kernel
+    if type(kernel) is not RBF:
+        raise ValueError(
+            f'start="as-softmax" leads from softmax to RBF, but the kernel is {kernel!r}: give '
+            'kernel="RBF(heads=8)"'
+        )
+    log = kernel.log_bandwidth
+    if not kernel.relative_to_default or bool(log.any()):
+        raise ValueError(
+            'start="as-softmax" takes the bandwidths from the scale of the model: give RBF '
+            f"without one, got {kernel!r}"
+        )
+    given: dict[str, Any] = {"heads": log.numel()} if log.dim() else {}
+    with torch.device("cpu"):
+        return Bridge(**given) if log.requires_grad else Bridge(**given, trainable=False)
 
 
 def owner_of(base: nn.Module, layers: list[Layer], tokens: TokenKernels) -> nn.Module:

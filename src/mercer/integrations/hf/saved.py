@@ -57,6 +57,7 @@ def from_pretrained(
     *,
     kernel: Kernels | None = None,
     layers: Which = "all",
+    start: str | None = None,
     model_class: Any = None,
     trust_kernels: Trust = None,
     **options: Any,
@@ -65,7 +66,7 @@ def from_pretrained(
 
     Args:
         path: a folder or a name on the hub.
-        kernel, layers: as in `patch`, for a checkpoint that came without Mercer.
+        kernel, layers, start: as in `patch`, for a checkpoint that came without Mercer.
         model_class: the class of transformers, or an Auto class; by default, the class that the
             checkpoint names.
         trust_kernels: files or modules that the kernels of the checkpoint may be imported from.
@@ -84,7 +85,7 @@ def from_pretrained(
                 "transformers"
             )
         model = kind.from_pretrained(path, config=config, **options)
-        return patch(model, kernel, layers=layers, trust_kernels=trust_kernels)
+        return patch(model, kernel, layers=layers, start=start, trust_kernels=trust_kernels)
     if kernel is not None:
         raise ValueError(f"{path} has kernels of its own: load it, then patch the model")
     spec = Spec.read(values)
