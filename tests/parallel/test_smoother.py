@@ -1,0 +1,113 @@
+"""A sequence split among processes, against one process: outputs and every gradient, in float64."""
+
+import pytest
+import torch
+from catalogue import COMPOSED, DIM, HEADS, KERNELS
+from parallel.workers import run
+
+import mercer as mc
+from mercer.parallel import Split, smooth
+from mercer.testing.cases import Shape, assert_close, double, inputs
+
+T = 16
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0, 4, 4], [5] * 16])
+MASK = torch.arange(2 * T * T).view(2, 1, T, T) * 7 % 11 < 6
+FILTERS = {
+    "full": mc.Full(),
+    "causal": mc.Causal(),
+    "window": mc.Window(5, 1),
+    "window-left": mc.Window(3, 0),
+    "memory": mc.Memory(2),
+    "memory-from": mc.Memory(3, 6),
+    "strided": mc.Strided(3),
+    "fixed": mc.Fixed(4, 2),
+    "padding": mc.Padding([7, 0]),
+    "documents": mc.Documents(DOCUMENTS),
+    "of-others": mc.Documents(DOCUMENTS, DOCUMENTS.flip(1)),
+    "mask": mc.Mask(MASK),
+    "one-row": mc.Mask(MASK[:, :, :1]),
+    "packed": mc.Causal() & mc.Documents(DOCUMENTS) & mc.Window(6, 0),
+    "either": mc.Strided(4) | mc.Window(0, 2) & mc.Padding([16, 5]),
+}
+OF_FILTERS = {
+    "rbf": lambda: mc.RBF(1.5),
+    "polynomial": mc.Polynomial,
+    "joined": lambda: COMPOSED["lookup*buckets*alibi"](),
+}
+
+
+def results(kernel, q, k, v, attend, rows):
+    """Output, log_mass, and the gradients of one loss: that of these rows of a fixed steering."""
+    named = {f"q.{n}": x for n, x in q.items()} | {f"k.{n}": x for n, x in k.items()} | {"v": v}
+    named = {n: x.detach().requires_grad_() for n, x in named.items()}
+    q = mc.Features(**{n[2:]: x for n, x in named.items() if n.startswith("q.")})
+    k = mc.Features(**{n[2:]: x for n, x in named.items() if n.startswith("k.")})
+    out, mass = attend(q, k, named["v"])
+    steer = torch.randn(2, HEADS, T, 6, generator=torch.Generator().manual_seed(1)).double()
+    steer = rows(steer)
+    loss = (out * steer[..., :5]).sum()
+    loss = loss + (torch.where(mass.isfinite(), mass, 0.0) * steer[..., 5]).sum()
+    loss.backward()
+    found = {"out": out.detach(), "log_mass": mass.detach()}
+    found |= {
+        f"gradient of {n}": torch.zeros_like(x) if x.grad is None else x.grad
+        for n, x in named.items()
+    }
+    for name, x in kernel.named_parameters():
+        found[name] = torch.zeros_like(x) if x.grad is None else x.grad
+    return found
+
+
+def check(build, filter, split, kv_heads=HEADS):
+    """None, or what differs."""
+    whole, own = double(build()), double(build())
+    q, k, v = inputs(whole, Shape(kv_heads=kv_heads, queries=T, keys=T), DIM)
+
+    def alone(q, k, v):
+        return mc.smooth(whole, q, k, v, filter=filter, return_log_mass=True)
+
+    def together(q, k, v):
+        return smooth(own, q, k, v, split=split, filter=filter, return_log_mass=True)
+
+    def cut(x):
+        return split.cut(x, 2)
+
+    want = results(whole, q, k, v, alone, lambda x: x)
+    got = results(own, q.each(cut), k.each(cut), cut(v), together, cut)
+    split.reduce_gradients(own)
+    parameters = dict(own.named_parameters())
+    got |= {name: x.grad for name, x in parameters.items()}
+    try:
+        for name, x in want.items():
+            assert_close(got[name], x if name in parameters else cut(x), name)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def cases():
+    for name, build in (KERNELS | COMPOSED).items():
+        yield f"{name}, causal", build, mc.Causal(), {}
+    for n, (name, filter) in enumerate(FILTERS.items()):
+        kernel = list(OF_FILTERS)[n % len(OF_FILTERS)]
+        yield f"{kernel}, {name}", OF_FILTERS[kernel], filter, {}
+    yield "packed, in one part", OF_FILTERS["joined"], FILTERS["packed"], {}
+    yield "grouped heads", OF_FILTERS["rbf"], mc.Causal(), {"kv_heads": 1}
+
+
+def work(exchange):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("context",))
+    failures = {}
+    for n, (name, build, filter, more) in enumerate(cases()):
+        split = Split(mesh, T, balanced=n % 4 > 0, exchange=exchange)
+        failures[name] = check(build, filter, split, **more)
+    return {name: failure for name, failure in failures.items() if failure is not None}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("exchange", ["gather"])
+def test_every_kernel_and_filter_is_that_of_one_process(exchange, size):
+    assert run(work, size, exchange) == [{}] * size
