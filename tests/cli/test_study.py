@@ -14,7 +14,7 @@ from mercer.cli.study import read_seeds, read_shard, run_study
 app = typer.Typer()
 app.command("study")(run_study)
 app.callback()(lambda: None)
-conduct = sys.modules["mercer.studies.conduct"]
+conduct, look = (sys.modules[f"mercer.studies.{name}"] for name in ("conduct", "look"))
 
 MINE = """
 from mercer.studies import Study, Variant
@@ -42,7 +42,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(conduct, "train", pretend)
-    monkeypatch.setattr(conduct, "draw_curves", lambda study, rows, path: path)
+    monkeypatch.setattr(look, "draw_curves", lambda study, rows, path: path)
     (tmp_path / "mine.py").write_text(MINE)
     return tmp_path
 
@@ -107,7 +107,7 @@ def test_a_full_disk_gives_a_one_line_error(monkeypatch):
 
 def test_without_matplotlib_there_is_a_table(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(conduct, "draw_curves", studies.draw_curves)
+    monkeypatch.setattr(look, "draw_curves", studies.draw_curves)
     done = call("mine.py")
     assert done.exit_code == 0, done.output
     assert "2.510 ± 0.014" in done.output

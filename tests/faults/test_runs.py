@@ -374,7 +374,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{n} {str(x)[:12]}" for n, x in WRONG])
 def test_a_wrongly_typed_result_is_left_out_and_named(name, value, tmp_path, monkeypatch):
-    monkeypatch.setattr("mercer.studies.conduct.draw_curves", lambda study, rows, path: path)
+    monkeypatch.setattr("mercer.studies.look.draw_curves", lambda study, rows, path: path)
     good, bad = map(record, STUDY.jobs()[:2])
     ledger = Ledger(tmp_path)
     ledger.append(good)
@@ -509,7 +509,7 @@ def test_a_signal_at_the_end_of_a_job_stops_the_study(settings, tmp_path, monkey
         return evaluate(self, *args, final=final, items=items)
 
     monkeypatch.setattr(LanguageModel, "evaluate", stop)
-    monkeypatch.setattr("mercer.studies.conduct.draw_curves", lambda study, rows, path: path)
+    monkeypatch.setattr("mercer.studies.look.draw_curves", lambda study, rows, path: path)
     budget = {n: x for n, x in settings.items() if n != "overrides"} | {"steps": 1}
     study = Study(systems=["vaswani2017"], budget=budget, seeds=(0, 1))
     outcome = studies.run(study, tmp_path, console=Console(quiet=True))

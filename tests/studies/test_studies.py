@@ -76,7 +76,7 @@ def quiet():
 def no_curves(monkeypatch, request):
     """Skip drawing, which takes longer than the rest."""
     if "curves" not in request.function.__name__:
-        monkeypatch.setattr("mercer.studies.conduct.draw_curves", lambda study, rows, path: path)
+        monkeypatch.setattr("mercer.studies.look.draw_curves", lambda study, rows, path: path)
 
 
 def go(folder, study=STUDY, **options):

@@ -28,7 +28,7 @@ FIGURES = {
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr("mercer.studies.conduct.draw_curves", lambda study, rows, path: path)
+    monkeypatch.setattr("mercer.studies.look.draw_curves", lambda study, rows, path: path)
 
 
 class Runs:

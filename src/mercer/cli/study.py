@@ -62,6 +62,13 @@ def run_study(
     table: Annotated[
         bool, typer.Option("--table", help="Show the results so far; run nothing.")
     ] = False,
+    publish: Annotated[
+        Path | None,
+        typer.Option(
+            help="Merge the results so far into this folder, without checkpoints; run nothing.",
+            metavar="FOLDER",
+        ),
+    ] = None,
     source: Annotated[
         bool, typer.Option("--source", help="Print the study's file, as a start for your own.")
     ] = False,
@@ -100,6 +107,10 @@ def run_study(
             if not files:
                 raise ValueError(f"there are no results of this study in {folder} yet")
             studies.show(console, chosen, found, notes, files)
+            return
+        if publish is not None:
+            for path in studies.publish(chosen, folder, publish):
+                console.print(f"wrote {escape(str(path))}", soft_wrap=True)
             return
         studies.check_data(chosen)
         studies.introduce(console, chosen, folder, part, wanted)

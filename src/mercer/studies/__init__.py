@@ -1,13 +1,15 @@
 """Studies: systems compared on one task, with one budget and several seeds."""
 
-from .conduct import Outcome, look_up, run
+from .conduct import Outcome, run
 from .curves import draw_curves
 from .ledger import Ledger, Record, Shard
 from .load import NAMES, check_data, find, load, use_data
+from .look import look_up
 from .measure import Trained
 from .paper import Claim, Paper
 from .parallel import run_workers
 from .plan import estimate, show_plan
+from .publish import publish
 from .report import conclude, introduce, list_studies, show
 from .study import PARTS, Job, Metric, Study, Variant
 from .table import Row, draw, rows
@@ -39,6 +41,7 @@ __all__ = [
     "list_studies",
     "load",
     "look_up",
+    "publish",
     "rows",
     "run",
     "run_workers",

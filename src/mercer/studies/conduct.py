@@ -7,7 +7,6 @@ failed job does not stop the others.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..storage.lock import Lock
-from .curves import draw_curves
 from .ledger import TUNING, Ledger, Record, Shard, claim
+from .look import look, look_up
 from .measure import Trained
-from .paper import beside
 from .screen import Screen
 from .study import Job, Study
-from .table import Row, as_markdown, rows
-from .tune import say_chosen
+from .table import Row, rows
 
 if TYPE_CHECKING:
     from ..train import Result
@@ -194,86 +191,6 @@ def with_seconds(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             seconds = round(logs[low] + share * (logs[high] - logs[low]), 3)
         found.append(dict(entry) if seconds is None else {**entry, "seconds": seconds})
     return found
-
-
-def look(study: Study, ledger: Ledger) -> tuple[dict[str, Record], list[str]]:
-    """The results in a folder, and notes on them; ValueError for another budget."""
-    records, torn = ledger.scan()
-    notes = [f"{place} cannot be read and is ignored; its job runs again" for place in torn]
-    old: dict[str, str] = {}
-    for record in records.values():
-        changed = study.differences(record)
-        if budget := [text for name, text in changed.items() if name not in study.free]:
-            raise ValueError(
-                f"{ledger.folder} holds results of another budget: {'; '.join(budget)}. "
-                "The two cannot be compared: give this study another folder by --output, "
-                "or remove the old folder"
-            )
-        if changed:
-            old[record.variant] = "; ".join(changed.values())
-    notes += [f"older results of {name!r} are left out: {why}" for name, why in old.items()]
-    own = [record for record in records.values() if study.owns(record)]
-    if stuck := {record.variant for record in own if record.status.endswith("(unigram)")}:
-        notes.append(
-            f"no better than the frequencies of tokens, so not converged: {_join(stuck)} "
-            "(the rule is in docs/training.md)"
-        )
-    return records, notes + warn_of_mixture(own)
-
-
-def warn_of_mixture(records: Sequence[Record]) -> list[str]:
-    """Notes on versions and data that differ between results."""
-    notes = []
-    for name in ("mercer", "python", "torch"):
-        versions = {str(r.environment.get("versions", {}).get(name)) for r in records}
-        if len(versions - {"None"}) > 1:
-            notes.append(f"results come from several versions of {name}: {_join(versions)}")
-    # Such as the embedded text, which depends on the version of Python.
-    for name, what in (("eval_tokens", "tokens"), ("eval_items", "items")):
-        sizes = {str(r.metrics[name]) for r in records if r.metrics.get(name)}
-        if len(sizes) > 1:
-            notes.append(f"results were measured on different texts, of {_join(sizes)} {what}")
-            break
-    return notes
-
-
-def _join(texts: set[str]) -> str:
-    return ", ".join(sorted(texts))
-
-
-def look_up(
-    study: Study, folder: Path, seeds: Sequence[int] | None = None
-) -> tuple[list[Row], list[str], list[Path]]:
-    """Merge the results in a folder: rows, notes, and the files written."""
-    ledger = Ledger(folder)
-    records, notes = look(study, ledger)
-    found = rows(study, records.values(), seeds)
-    if not any(row.records for row in found):
-        return found, notes, []
-    ledger.gather()
-    table = folder / "table.md"
-    parts = [as_markdown(study, found), say_chosen(study), beside(study.paper, found)]
-    if study.analyse is not None:
-        try:
-            parts.append(study.analyse(found, folder))
-        # After hours of training, a fault of the analysis must not cost the table.
-        except Exception as error:
-            notes.append(f"the analysis failed: {error or type(error).__name__}")
-    text = "\n".join(f"{part.strip()}\n" for part in parts if part)
-    temporary = table.with_name(f".{table.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, table)
-    files = [ledger.main, table]
-    if folder.parent.name == TUNING:
-        # The curves of trials would cost more time than they tell.
-        return found, notes, files
-    try:
-        if curves := draw_curves(study, found, folder / "curves.png"):
-            files.append(curves)
-    except ModuleNotFoundError as error:
-        # After hours of training, a missing package must not cost the table.
-        notes.append(f"no curves: they need {error.name}: pip install 'mercer[train]'")
-    return found, notes, files
 
 
 def _make(folder: Path) -> None:

@@ -170,7 +170,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _write(file: BinaryIO, records: list[Record]) -> None:
     if not records:
         return
-    text = b"".join(_line(record) for record in records)
+    text = lines_of(records)
     end = file.seek(0, os.SEEK_END)
     if end:
         file.seek(end - 1)
@@ -182,8 +182,10 @@ def _write(file: BinaryIO, records: list[Record]) -> None:
     os.fsync(file.fileno())
 
 
-def _line(record: Record) -> bytes:
-    return json.dumps(_plain(asdict(record)), allow_nan=False).encode() + b"\n"
+def lines_of(records: list[Record]) -> bytes:
+    """The lines of results, as they stand in a file."""
+    lines = (json.dumps(_plain(asdict(record)), allow_nan=False) for record in records)
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def _plain(value: Any) -> Any:

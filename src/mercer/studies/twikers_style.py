@@ -102,6 +102,8 @@ def analyse(rows: Sequence[Row], folder: Path) -> str:
             kernels.weight.data.copy_(weight)
             tables[row.variant] = kernels
             ids[row.variant] = np.load(place / IDS, allow_pickle=False)
+    if not tables:
+        return ""
     if len(tables) < max(3, len(rows)):
         return f"The kernels of {len(tables)} of {len(rows)} novels are in this folder.\n"
     vocabulary = next(iter(tables.values())).vocab_size
