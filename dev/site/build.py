@@ -8,6 +8,7 @@ navigation, or a request to another host ends with exit code 1, and the site of 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -32,31 +33,51 @@ ELSEWHERE = {
 }
 
 
+EXAMPLES = "examples.md"
+
+
 def stage(root: Path, folder: Path) -> None:
     """All pages and pictures of the site, in `folder`."""
     known = {f"docs/{path.name}": path.name for path in sorted((root / "docs").iterdir())}
     known |= {source: page for source, page in ELSEWHERE.items() if (root / source).exists()}
     examples = sorted((root / "examples").glob("*.py"))
-    known |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in examples}
-    (folder / "examples").mkdir(parents=True)
-    (folder / "reference").mkdir()
+    # The anchor is that of its heading.
+    known |= {f"examples/{path.name}": f"{EXAMPLES}#{path.stem}py" for path in examples}
+    results = sorted((root / "results/studies").glob("*/*.png"))
+    known |= {path.relative_to(root).as_posix(): picture(path) for path in results}
+    for name in ("reference", "studies"):
+        (folder / name).mkdir(parents=True)
     for source, page in known.items():
         path = root / source
         if path.suffix == ".md" and source != "README.md":
             (folder / page).write_text(with_drawings(convert(source, known, root), path.parent))
         elif path.suffix == ".ipynb":
             (folder / page).write_text(notebook_page(path, folder))
-        elif path.suffix == ".py":
-            (folder / page).write_text(f"# {path.name}\n\n```python\n{path.read_text()}```\n")
-        elif path.suffix != ".md":
+        elif path.suffix not in (".md", ".py"):
             shutil.copy(path, folder / page)
     shutil.copy(root / "dev/site/style.css", folder / "style.css")
     made = pages() | {
         "reference/table.md": outside(CODE, table_page(), escape),
         "reference/command.md": command_page(),
+        EXAMPLES: examples_page(examples),
     }
     for page, text in made.items():
         (folder / page).write_text(text)
+
+
+def picture(path: Path) -> str:
+    """Where a committed picture of a study stands in the site."""
+    return f"studies/{path.parent.name}-{path.name}"
+
+
+def examples_page(files: list[Path]) -> str:
+    """Every example: its first lines as text, then all of it."""
+    text = ["# Examples", "Each is one file in `examples/`, and runs as it is."]
+    for path in files:
+        code = path.read_text()
+        about = (ast.get_docstring(ast.parse(code)) or "").partition("\n\n")[0]
+        text += [f"## {path.name}", outside(CODE, about, escape), f"```python\n{code}```"]
+    return "\n\n".join(text) + "\n"
 
 
 def with_drawings(text: str, folder: Path) -> str:
