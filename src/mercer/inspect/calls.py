@@ -12,12 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import Kernel
 from ..nn import Cache, GaussianAttention, KernelAttention, SegmentMemory
 from ..nn.weights import Call, read_call
 
 # What a model is called with: one tensor, positional arguments, or arguments by name.
 Batch = Tensor | tuple[object, ...] | Mapping[str, Any]
-Layer = KernelAttention | GaussianAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosted:
+    """A layer inside a model of another library, in one of its calls.
+
+    The module that computes its attention has a method `read_call`, which takes the arguments of
+    its `forward` and gives this.
+    """
+
+    joined_kernel: Kernel
+    num_heads: int
+    call: Call
+    own: bool
+
+
+Layer = KernelAttention | GaussianAttention | Hosted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +57,12 @@ class Seen:
         return batch, self.layer.num_heads, self.call.q.length, num_keys
 
 
-def attention_layers(model: nn.Module) -> list[tuple[str, Layer]]:
+def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers of attention in a model, with their names; ValueError if there are none."""
     found = [
         (name or type(module).__name__, module)
         for name, module in model.named_modules()
-        if isinstance(module, KernelAttention | GaussianAttention)
+        if isinstance(module, KernelAttention | GaussianAttention) or _reads(module)
     ]
     if not found:
         raise ValueError(f"there is no layer of Mercer's attention in {type(model).__name__}")
@@ -82,6 +99,9 @@ def _looking(
     name: str, look: Callable[[Seen], None]
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _reads(layer):
+            look(_hosted(name, layer.read_call(*args, **kwargs)))  # type: ignore[operator]
+            return
         assert isinstance(layer, KernelAttention | GaussianAttention)
         given = dict(zip(("x", "context"), args, strict=False)) | kwargs
         x, context, cache = given.pop("x"), given.pop("context", None), given.get("cache")
@@ -100,3 +120,16 @@ def _looking(
         )  # fmt: skip
 
     return hook
+
+
+def _reads(module: nn.Module) -> bool:
+    """Whether it is inside a model of another library; wrappers pass on attributes of objects."""
+    return hasattr(type(module), "read_call")
+
+
+def _hosted(name: str, layer: Hosted) -> Seen:
+    # The last query stands beside the last key.
+    past = max(layer.call.k.length - layer.call.q.length, 0) if layer.own else 0
+    return Seen(
+        name=name, layer=layer, call=layer.call, own=layer.own, first_query=past, first_key=0
+    )

@@ -14,6 +14,7 @@ function, under the name "mercer". Only models that were patched use them.
 """
 
 from .patch import patch as patch
+from .report import report as report
 from .saved import from_pretrained as from_pretrained
 from .saved import save as save
 from .start import leave_softmax as leave_softmax

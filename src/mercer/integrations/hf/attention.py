@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .layers import ADDED
 from .masks import read, see
+from .weights import are_wanted
 
 # Transformers searches names for "flash", "sdpa", "flex_attention" and "/".
 NAME = "mercer"
@@ -52,7 +53,7 @@ def attend(
         key, value = key[:, :, : seen.length], value[:, :, : seen.length]
     out, weights = host(
         query, key, value, seen=seen, scaling=scaling, dropout_p=dropout,
-        token_ids=options.get("token_ids"), weights=bool(options.get("output_attentions")),
+        token_ids=options.get("token_ids"), weights=are_wanted(options),
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), weights
 

@@ -7,6 +7,7 @@ state dicts, optimizers, hooks, and PEFT's `modules_to_save`, which wraps a modu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 
 from ...filters import Documents, Mask
 from ...filters.base import can_read
+from ...inspect.calls import Hosted
 from ...kernels import Bridge, Exponential, Kernel
+from ...nn.weights import Call
 from ...smoother import smooth
+from ...term.features import Features
 from ...tokenwise.vicinity import vicinity
 from ..moving import kept
 from .masks import Seen
@@ -32,12 +36,15 @@ class Host(nn.Module):
     Args:
         kernel: None keeps softmax with the model's scale.
         number: the number of the layer.
+        own: whether its queries and keys are of one sequence.
         of: the module with the token kernels of the model, as `mercer_tokens`, if it has some.
     """
 
-    def __init__(self, kernel: Kernel | None, number: int, of: nn.Module | None) -> None:
+    def __init__(
+        self, kernel: Kernel | None, number: int, of: nn.Module | None = None, *, own: bool = True
+    ) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.own = number, own
         # In a tuple, so that it is not registered as a submodule.
         self.of = (of,)
         self.set(kernel)
@@ -71,16 +78,40 @@ class Host(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the weights [B, H, Q, K] if they are wanted."""
         self._take(scaling)
+        run = partial(self._smooth, q, k, seen=seen, token_ids=token_ids)
+        return run(v, dropout_p=dropout_p), weights_of(run, k) if weights else None
+
+    def read_call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seen: Seen,
+        scaling: float | None = None,
+        token_ids: Tensor | None = None,
+        **rest: object,
+    ) -> Hosted:
+        """What a call of `forward` computes, as `mercer.inspect` reads it."""
+        self._take(scaling)
+        run = partial(self._smooth, q, k, seen=seen, token_ids=token_ids)
+        call = Call(q=Features.of(q), k=Features.of(k), v=v, filter=seen.filter, smooth=run)
+        return Hosted(joined_kernel=self.kernel, num_heads=q.shape[1], call=call, own=self.own)
+
+    def _smooth(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seen: Seen,
+        token_ids: Tensor | None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
         tokens = self.tokens
         if tokens is not None:
-            if weights:
-                raise ValueError(
-                    f"layer {self.number} has token kernels, whose queries see keys and values of "
-                    "their own, so it has no table of weights: output_attentions is not possible"
-                )
-            return self._vicinity(tokens, q, k, v, seen, dropout_p, token_ids), None
-        out = smooth(self.kernel, q, k, v, filter=seen.filter, dropout_p=dropout_p)
-        return out, weights_of(self.kernel, q, k, seen.filter) if weights else None
+            return self._vicinity(tokens, q, k, v, seen, dropout_p, token_ids)
+        return smooth(self.kernel, q, k, v, filter=seen.filter, dropout_p=dropout_p)
 
     def _take(self, scaling: float | None) -> None:
         """Kernels that were given no scale take the model's."""

@@ -48,6 +48,11 @@ class Layer:
         return _whole(self.module, "head_dim", "attention_head_size")
 
     @property
+    def own(self) -> bool:
+        """Whether its queries and keys are of one sequence."""
+        return not any(part in self.name.lower() for part in ("cross", "encoder_attn", "encdec"))
+
+    @property
     def _config(self) -> object:
         return getattr(self.module, "config", None)
 

@@ -248,7 +248,7 @@ def _prepare(base: Any, layers: list[Layer]) -> None:
             module.config = copy.deepcopy(config, memo)
             module.config._attn_implementation = NAME
     for layer in layers:
-        layer.module.mercer = Host(None, layer.number, None)
+        layer.module.mercer = Host(None, layer.number, own=layer.own)
     # As a static cache has them made before a call. The model makes them in the call, too.
     base.create_masks_for_generate = keep_mask
     base.init_continuous_batching = refuse_batching
