@@ -22,6 +22,7 @@ from ..term.features import Features
 from . import lists
 from . import train as train_commands
 from . import use as use_commands
+from .inspect import run_inspect
 from .study import run_study
 
 app = typer.Typer(
@@ -204,6 +205,7 @@ def run_bench(
 
 app.add_typer(train_commands.app, name="train")
 app.command("study")(run_study)
+app.command("inspect")(run_inspect)
 for name, command in use_commands.COMMANDS.items():
     app.command(name)(command)
 

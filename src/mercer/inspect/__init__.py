@@ -20,8 +20,13 @@ from .effects import tag_effect as tag_effect
 from .heads import Heads as Heads
 from .heads import HeadSummary as HeadSummary
 from .heads import heads as heads
+from .largest import LargestRow as LargestRow
+from .largest import LargestRows as LargestRows
+from .largest import largest as largest
 from .ngrams import NGrams as NGrams
 from .ngrams import ngram_distances as ngram_distances
+from .page import make_page as make_page
+from .page import write_page as write_page
 from .positions import DistanceWeight as DistanceWeight
 from .positions import DistanceWeights as DistanceWeights
 from .positions import by_distance as by_distance
@@ -30,6 +35,9 @@ from .queries import Spreads as Spreads
 from .queries import query_bandwidths as query_bandwidths
 from .queries import spreads as spreads
 from .records import Records as Records
+from .report import Report as Report
+from .report import distances_between as distances_between
+from .report import name_apart as name_apart
 from .rows import LayerRows as LayerRows
 from .rows import Rows as Rows
 from .rows import rows as rows
@@ -52,6 +60,7 @@ from .tokens import TagSummaries as TagSummaries
 from .tokens import TagSummary as TagSummary
 from .tokens import TokenKernel as TokenKernel
 from .tokens import Tokens as Tokens
+from .tokens import find_token_kernels as find_token_kernels
 from .tokens import summarise_tags as summarise_tags
 from .tokens import tags_by_id as tags_by_id
 from .tokens import tokens as tokens

@@ -1,9 +1,10 @@
-"""Use trained models: `load` one, then generate, translate, classify or evaluate."""
+"""Use trained models: `load` one, then generate, translate, classify, evaluate or read it."""
 
 from .classify import Guess, classify
 from .evaluate import Judged, evaluate, words
 from .generate import generate
 from .load import Trained, load
+from .reading import read, read_published
 from .translate import translate
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "evaluate",
     "generate",
     "load",
+    "read",
+    "read_published",
     "translate",
     "words",
 ]
