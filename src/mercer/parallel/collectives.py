@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +45,24 @@ class _Gather(torch.autograd.Function):
             _reduce_scatter(own, grad.contiguous().flatten(0, 1), group=ctx.group)
             found.append(own)
         return (None, *found)
+
+
+def pass_on(group: ProcessGroup, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Send tensors to the next process; what it gives waits for those of the process before."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    after, before = (dist.get_global_rank(group, (rank + n) % size) for n in (1, -1))
+    sent = [x.contiguous() for x in tensors]
+    coming = [torch.empty_like(x) for x in sent]
+    work = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, after, group) for x in sent]
+        + [dist.P2POp(dist.irecv, x, before, group) for x in coming]
+    )
+
+    def wait() -> list[Tensor]:
+        for each in work:
+            each.wait()
+        # `sent` must live until here.
+        sent.clear()
+        return coming
+
+    return wait

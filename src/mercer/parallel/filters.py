@@ -7,10 +7,10 @@ from ..filters.base import Joined
 from .split import Chunk
 
 
-def part(filter: Filter, q: Chunk, k: Chunk, length: int) -> Filter:
+def part(filter: Filter, q: Chunk, k: Chunk) -> Filter:
     """The filter for a call of these queries and keys whose places are said."""
     if isinstance(filter, Joined):
-        return type(filter)(tuple(part(each, q, k, length) for each in filter.filters))
+        return type(filter)(tuple(part(each, q, k) for each in filter.filters))
     rows, keys = slice(*q), slice(*k)
     if isinstance(filter, Documents):
         asking = filter.ids if filter.queries is None else filter.queries
@@ -19,4 +19,4 @@ def part(filter: Filter, q: Chunk, k: Chunk, length: int) -> Filter:
         rows = rows if filter.visible.shape[2] > 1 else slice(None)
         return Mask(filter.visible[:, :, rows, keys])
     # Memory counts from the first query of a call: here, of the whole sequence.
-    return filter.until(length, 0)
+    return filter.until(k.stop, 0)

@@ -7,11 +7,14 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ..dispatch.problem import prepare
 from ..filters import Filter, Full
 from ..kernels import Kernel
-from ..smoother import smooth as smooth_here
+from ..smoother import solve as solve_here
 from ..term.features import Features, Input
+from ..term.mix import Smoothed
 from .filters import part
+from .ring import mix_rows, ring
 from .split import Chunk, Split
 
 
@@ -52,18 +55,46 @@ def smooth(
     q, k = Features.of(q), Features.of(k)
     for x in (*q.tensors(), *k.tensors(), v):
         split.check(x, 2)
-    names = list(k)
-    *parts, v = split.join_all([*k.tensors(), v], 2)
-    k = Features(**dict(zip(names, parts, strict=True)))
-    whole = Chunk(0, split.length)
     filter.check(v.shape[0], split.length, split.length)
-    found = [
-        smooth_here(
-            kernel, q.rows(n * split.step, (n + 1) * split.step), k, v, backend=backend,
-            filter=part(filter, chunk, whole, split.length), dropout_p=dropout_p,
-            return_log_mass=True, places=(chunk.first, 0),
-        )
-        for n, chunk in enumerate(split.own)
-    ]  # fmt: skip
-    out, log_mass = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-    return (out, log_mass) if return_log_mass else out
+    device = v.device.type
+    if torch.is_autocast_enabled(device) and v.dtype != torch.float64:
+        lower = torch.get_autocast_dtype(device)
+        q, k, v = q.to(lower), k.to(lower), v.to(lower)
+    with torch.autocast(device, enabled=False):
+        found = solve(kernel, q, k, v, split, filter, backend, dropout_p, return_log_mass)
+    if not return_log_mass:
+        return found.out
+    assert found.log_mass is not None
+    return found.out, found.log_mass
+
+
+def solve(
+    kernel: Kernel,
+    q: Features,
+    k: Features,
+    v: Tensor,
+    split: Split,
+    filter: Filter,
+    backend: str,
+    dropout_p: float,
+    log_mass: bool,
+) -> Smoothed:
+    """The rows of this process, to mix with others."""
+    if split.exchange == "ring":
+        if dropout_p:
+            raise ValueError(
+                f"a ring drops no weights, but dropout_p is {dropout_p}: take exchange='gather'"
+            )
+        return ring(kernel, q, k, v, split, filter, backend)
+    names, whole = list(k), Chunk(0, split.length)
+    *parts, v = split.join_all([*k.tensors(), v], 2)
+    k, found = Features(**dict(zip(names, parts, strict=True))), []
+    for n, chunk in enumerate(split.own):
+        rows = q.rows(n * split.step, (n + 1) * split.step)
+        seen = part(filter, chunk, whole)
+        problem = prepare(kernel, rows, k, v, seen, dropout_p, log_mass, backend, (chunk.first, 0))
+        found.append(solve_here(problem, backend))
+    if not log_mass:
+        return Smoothed(torch.cat([each.out for each in found], 2), None)
+    out, mass, sign = mix_rows([[each] for each in found])
+    return Smoothed(out, mass, None if kernel.positive else sign)
