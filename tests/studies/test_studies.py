@@ -298,11 +298,12 @@ def test_a_mixture_of_machines_is_reported(tmp_path):
     (tmp_path / "results.jsonl").unlink()
     for record, python, tokens in ((first, "3.11.7", 100), (second, "3.12.1", 120)):
         metrics = {**record.metrics, "eval_tokens": tokens}
-        ledger.append(
-            replace(record, environment={"versions": {"python": python}}, metrics=metrics)
-        )
+        around = {"versions": {"python": python}, "data": f"hash{tokens}"}
+        ledger.append(replace(record, environment=around, metrics=metrics))
     assert studies.look_up(STUDY, tmp_path)[1] == [
         "results come from several versions of python: 3.11.7, 3.12.1",
+        "results on embedded are of 2 versions of the data, so they cannot be compared: "
+        "hash100 in 1, hash120 in 1 of the results",
         "results were measured on different texts, of 100, 120 tokens",
     ]
 

@@ -76,7 +76,7 @@ def next_steps(task: str, settings: Settings, result: Result) -> list[str]:
         + ("'Die Katze schläft.'" if embedded else "< FILE"),
         "vision": f"mercer classify {folder} IMAGE.png",
     }
-    if task == "recall":
+    if task in ("recall", "tagging"):
         return [f"mercer evaluate {folder} --split test"]
     untested = result.test_split and settings.split != "test"
     other = "" if task == "vision" else " --data FILE"

@@ -1,7 +1,8 @@
 """Data for models: text, pairs of sentences, images, and drawn sequences.
 
 Each of `text`, `pairs` and `images` takes "embedded" (here without a download), a file or a folder,
-or a name on the Hugging Face hub. `recall` draws sequences for associative recall.
+or a name on the Hugging Face hub. `recall` draws sequences for associative recall. `tagged`
+reads words with their parts of speech, and documents with their genres, from CoNLL-U files.
 """
 
 from .errors import DataError, need
@@ -13,6 +14,7 @@ from .images import ImageData, Images, Look, images  # noqa: E402
 from .pairs import EncodedPairs, PairData, Pairs, pairs  # noqa: E402
 from .recall import RecallData, Recalls, recall  # noqa: E402
 from .sketch import sketch_pairs, sketch_text  # noqa: E402
+from .tagged import Tagged, TaggedData, tagged  # noqa: E402
 from .text import Blocks, TextData, TokenFile, Windows, text  # noqa: E402
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "Pairs",
     "RecallData",
     "Recalls",
+    "Tagged",
+    "TaggedData",
     "TextData",
     "TokenFile",
     "Windows",
@@ -34,5 +38,6 @@ __all__ = [
     "recall",
     "sketch_pairs",
     "sketch_text",
+    "tagged",
     "text",
 ]

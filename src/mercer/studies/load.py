@@ -27,6 +27,8 @@ FILES = {
     "twikers-style": "twikers_style.py",
     "twikers-bias": "twikers.py",
     "twikers-bias-translation": "twikers.py",
+    "twikers-bias-tags": "twikers.py",
+    "twikers-bias-genre": "twikers.py",
     "recall": "recall.py",
 }  # fmt: skip
 NAMES = tuple(FILES)

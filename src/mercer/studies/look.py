@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,6 +51,20 @@ def warn_of_mixture(records: Sequence[Record]) -> list[str]:
         versions = {str(r.environment.get("versions", {}).get(name)) for r in records}
         if len(versions - {"None"}) > 1:
             notes.append(f"results come from several versions of {name}: {_join(versions)}")
+    versions_of: dict[str, Counter[str]] = defaultdict(Counter)
+    for r in records:
+        if data := r.environment.get("data"):
+            # What decides how the same data is read, besides its files.
+            read = [r.settings.get(name) for name in ("data", "data_options", "tokenizer")]
+            versions_of[json.dumps(read, default=str)][str(data)] += 1
+    for said, found in versions_of.items():
+        if len(found) > 1:
+            counts = ", ".join(f"{name} in {n}" for name, n in sorted(found.items()))
+            notes.append(
+                f"results on {json.loads(said)[0]} are of {len(found)} versions of the data, so "
+                f"they cannot be compared: {counts} of the results"
+            )
+            break
     # Such as the embedded text, which depends on the version of Python.
     for name, what in (("eval_tokens", "tokens"), ("eval_items", "items")):
         sizes = {str(r.metrics[name]) for r in records if r.metrics.get(name)}

@@ -78,7 +78,7 @@ def _cost(job: Job) -> Cost:
     else:
         if (vocabulary := _vocabulary(settings)) is not None:
             parts = {"vocab_size": vocabulary} | parts
-        lm = settings["task"] in ("lm", "recall")
+        lm = settings["task"] in ("lm", "recall", "tagging")
         config = (presets.lm if lm else presets.translator)(settings["preset"], **parts)
         tokens = settings["length"] if lm else min(settings["length"], SENTENCE)
     counted = count(config, tokens)

@@ -105,7 +105,7 @@ def make(size: str) -> Study:
         {"preset": "tiny", "data": "embedded", "batch": 8, "length": 128, "time": 10.0,
          "eval_every": 25, "eval_items": 10_000, "tokenizer": "bpe:1024"}
         if small else
-        {"preset": "gpt2-small", "batch": 32, "length": 1024, "time": 45.0, "eval_every": 100,
+        {"preset": "gpt2-small", "batch": 32, "length": 1024, "time": 25.0, "eval_every": 50,
          "dtype": "bfloat16", "tokenizer": "bpe:16384", "eval_items": 120_000,
          "overrides": {"num_layers": 8, "num_heads": 8, "d_model": 512, "dropout": 0.0,
                        "attention_dropout": 0.0}}
@@ -115,11 +115,11 @@ def make(size: str) -> Study:
         question="Which kernel reaches the loss of softmax attention first, on one GPU?",
         cost="10 minutes on two cores, by estimate"
         if small
-        else "about 50 minutes on one H200, a job at a time, by estimate",
+        else "about 28 minutes on one H200, a job at a time, by estimate",
         systems=systems,
         budget=shape,
         tune={"learning_rate": (3e-3, 1e-2) if small else (6e-4, 2e-3)},
-        tune_budget={"time": 5.0 if small else 20.0},
+        tune_budget={"time": 5.0 if small else 10.0},
         seeds=(0,) if small else (0, 1, 2),
         corpus="" if small else "lm/wikipedia",
         analyse=analyse,

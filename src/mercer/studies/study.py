@@ -328,6 +328,7 @@ METRICS = {
     "translation": Metric("bleu", "BLEU", False, 2, Metric("perplexity", "perplexity", True)),
     "vision": Metric("accuracy", "accuracy", False),
     "recall": Metric("accuracy", "accuracy of recall", False),
+    "tagging": Metric("accuracy", "accuracy", False),
 }
 
 

@@ -123,6 +123,8 @@ def _run(
             board = Board(folder.path / "tensorboard", settings)
         seed_all(settings.seed)
         task = TASKS[settings.task](settings)
+        if (data := task.fingerprint()) is not None:
+            about |= {"data": data}
         # Read before training, so that data without a test split is an error at once.
         test = None
         if settings.split == "test":

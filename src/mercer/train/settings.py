@@ -19,7 +19,7 @@ from .. import own, parse
 from ..kernels import Kernel
 from ..storage import stored
 
-TASKS = ("lm", "translation", "vision", "recall")
+TASKS = ("lm", "translation", "vision", "recall", "tagging")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 MODES = ("blocks", "sliding", "memory")
@@ -57,6 +57,7 @@ RECIPES: dict[tuple[str, str], dict[str, Any]] = {
     ("translation", "iwslt"): {"batch": 128, "length": 256, "learning_rate": 5e-4},
     ("vision", "tiny"): {"batch": 64, "learning_rate": 3e-3},
     ("vision", "cifar"): {"batch": 128, "learning_rate": 1e-3},
+    ("tagging", "tiny"): {"batch": 32, "length": 128, "learning_rate": 3e-3},
     ("recall", "tiny"): {"batch": 64, "length": 32, "learning_rate": 3e-3},
 }
 GENERAL = {"batch": 32, "length": 512, "learning_rate": 5e-4}

@@ -33,7 +33,10 @@ KINDS: dict[str, tuple[Any, str, str]] = {
     "translation": (models.KernelTranslator, "a translator", "mercer translate {} 'a sentence'"),
     "vision": (models.KernelViT, "an image classifier", "mercer classify {} image.png"),
     "recall": (models.KernelLM, "a model that recalls values", "mercer evaluate {} --split test"),
+    "tagging": (models.KernelLM, "a model that labels words", "mercer evaluate {} --split test"),
 }
+# Tasks whose models are language models, but in their runs.
+LABELS = ("recall", "tagging")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,8 @@ def load(
     Args:
         path: `runs/NAME`, `runs/NAME/model`, or any folder of `save_pretrained`. Of a run that has
             not ended, the last checkpoint is taken.
-        task: "lm", "translation", "vision" or "recall"; a model of another is then a ValueError.
+        task: "lm", "translation", "vision", "recall" or "tagging"; a model of another is then a
+            ValueError.
         device: "cpu", "cuda", …; by default cuda where there is one.
         trust_kernels: files and modules to import for the kernels that the model names; a stored
             text alone imports nothing.
@@ -85,12 +89,11 @@ def load(
     if run is not None:
         settings = replace(Settings.read(run / "config.json").resolve(), trust_kernels=trust)
     config = _read_config(weights)
-    # A model of associative recall is a language model, but in its run.
-    recalls = settings is not None and settings.task == "recall"
+    own_task = settings.task if settings is not None and settings.task in LABELS else "lm"
     kinds = {
         kind.config_class.model_type: name
         for name, (kind, *_) in KINDS.items()
-        if name != ("lm" if recalls else "recall")
+        if name == own_task or name not in ("lm", *LABELS)
     }
     if (found := kinds.get(config["model_type"])) is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The tasks: language modelling, translation, vision, associative recall.
+"""The tasks: language modelling, translation, vision, associative recall, tagging.
 
 A task has the data, the model, the loss and the evaluation. The trainer is the same for all.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .language import LanguageModel as LanguageModel
 from .recall import Recall as Recall
+from .tagging import Tagging as Tagging
 from .task import Task as Task
 from .translation import Translation as Translation
 from .vision import Vision as Vision
@@ -16,4 +17,5 @@ TASKS: dict[str, Callable[..., Task]] = {
     "translation": Translation,
     "vision": Vision,
     "recall": Recall,
+    "tagging": Tagging,
 }

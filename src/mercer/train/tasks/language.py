@@ -14,7 +14,7 @@ from .. import evaluate, samples
 from ..distributed import Team
 from ..settings import Settings
 from ..unigram import Unigram
-from .task import IGNORE, Task
+from .task import IGNORE, Task, shorten_hash
 
 
 class LanguageModel(Task):
@@ -42,6 +42,9 @@ class LanguageModel(Task):
     @property
     def has_test(self) -> bool:
         return self.text.test is not None
+
+    def fingerprint(self) -> str | None:
+        return shorten_hash(self.text.train.fingerprint, self.text.valid.fingerprint)
 
     def config(self) -> Any:
         parts = self.vocabulary() | self.parts()

@@ -40,6 +40,9 @@ class Recall(LanguageModel):
     def like(self) -> Any:
         return None
 
+    def fingerprint(self) -> str | None:
+        return None
+
     @property
     def has_test(self) -> bool:
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -53,6 +54,10 @@ class Task(ABC):
     def like(self) -> Any:
         """What the model is trained with, besides the settings."""
         return self.tokenizer
+
+    def fingerprint(self) -> str | None:
+        """A hash of the data, to tell its versions apart; None for data that is drawn."""
+        return None
 
     @abstractmethod
     def config(self) -> Any:
@@ -166,6 +171,11 @@ class Task(ABC):
         if number == len(data):
             return data
         return Subset(data, [n * len(data) // number for n in range(number)])
+
+
+def shorten_hash(*parts: object) -> str:
+    """A short hash of the texts of the parts."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
 def check_least(name: str, settings: Settings, least: int, what: str) -> None:

@@ -14,7 +14,7 @@ from ..distributed import Team
 from ..scores import Answers, one_line
 from ..settings import Settings
 from ..unigram import MOST, Unigram
-from .task import Task
+from .task import Task, shorten_hash
 
 # Lengths that differ in few ways need few compiled kernels.
 MULTIPLE = 8
@@ -44,6 +44,9 @@ class Translation(Task):
         most = settings.length if split is None else None
         self.train = self.pairs.encoded("train", max_length=most)
         self.valid = self.pairs.encoded("valid")
+
+    def fingerprint(self) -> str | None:
+        return shorten_hash(self.pairs.train.fingerprint(), self.pairs.valid.fingerprint())
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         return dict(self.pairs.collate(items, MULTIPLE))

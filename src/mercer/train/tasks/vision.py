@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ... import data, models
@@ -13,7 +14,7 @@ from .. import evaluate
 from ..distributed import Team
 from ..scores import Answers, one_line
 from ..settings import Settings
-from .task import Task, check_least
+from .task import Task, check_least, shorten_hash
 
 
 class Vision(Task):
@@ -41,6 +42,15 @@ class Vision(Task):
     @property
     def like(self) -> Any:
         return self.images.look
+
+    def fingerprint(self) -> str | None:
+        """Of all classes, and of some images: reading all would take long."""
+        found: list[object] = []
+        for part in (self.images.train, self.images.valid):
+            found.append(part.labels.tolist())
+            some = range(0, len(part), max(1, len(part) // 64))
+            found += [np.asarray(part.pixels[n]).tobytes().hex() for n in some]
+        return shorten_hash(*found)
 
     def sequence_length(self, config: Any) -> int:
         return int((config.image_size // config.patch_size) ** 2)
