@@ -34,6 +34,29 @@ def test_another_kernel_changes_the_model(family):
     assert b.isfinite().all()
 
 
+def test_patching_again_adds_to_it_and_takes_the_attention_back():
+    model = hf_models.make("llama")
+    given = hf_models.inputs("llama")
+    want = hf_models.logits(
+        hf.patch(copy.deepcopy(model), {0: "RBF(2.0)", 2: "Laplace()"}), **given
+    )
+    hf.patch(model, "RBF(2.0)", layers=0)
+    model.set_attn_implementation("sdpa")
+    hf.patch(model, "Laplace()", layers=[2])
+    assert torch.equal(hf_models.logits(model, **given), want)
+    assert model.config.mercer["kernels"] == {"0": "RBF(2.0)", "2": "Laplace()"}
+
+
+def test_other_models_with_the_same_config_keep_their_attention():
+    config = hf_models.make("llama").config
+    one, other = (type(hf_models.make("llama"))(config).eval() for _ in range(2))
+    given = hf_models.inputs("llama")
+    want = hf_models.logits(other, **given)
+    hf.patch(one, "RBF(heads=4)")
+    assert torch.equal(hf_models.logits(other, **given), want)
+    assert not hasattr(config, "mercer")
+
+
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
 @pytest.mark.parametrize("family", hf_models.READERS)
 def test_padding(family, left):

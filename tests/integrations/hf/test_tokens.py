@@ -1,6 +1,8 @@
 """Token kernels in models of transformers: at the Dirac the model as it came, and with any cache
 what the whole sequence gives."""
 
+import copy
+
 import hf_models
 import pytest
 import torch
@@ -202,3 +204,12 @@ def test_a_cache_of_a_window_drops_neighbours():
         model.generate(**given)
     got = model.generate(**given, past_key_values=DynamicCache())
     assert torch.equal(got, model.generate(**given, use_cache=False))
+
+
+def test_a_copy_has_token_kernels_of_its_own():
+    model = with_tokens()
+    want, twin = hf_models.logits(model, **hf_models.inputs("llama")), copy.deepcopy(model)
+    torch.nn.init.normal_(tokens_of(model).weight)
+    assert torch.equal(hf_models.logits(twin, **hf_models.inputs("llama")), want)
+    host = copy.deepcopy(model.model.layers[0].self_attn.mercer)
+    assert host.tokens is model.model.mercer_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,16 @@ from .weights import weights_of
 MARK = "load_with_mercer_integrations_hf"
 
 
+class Owner:
+    """A module, but no submodule of its holder; a copy of the holder alone has the same one."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
+        return Owner(memo.get(id(self.module), self.module))
+
+
 class Host(nn.Module):
     """Attention with a kernel: [B, H, Q, D], [B, H, K, D], [B, H, K, V] -> [B, H, Q, V].
 
@@ -45,8 +55,7 @@ class Host(nn.Module):
     ) -> None:
         super().__init__()
         self.number, self.own = number, own
-        # In a tuple, so that it is not registered as a submodule.
-        self.of = (of,)
+        self.of = Owner(of)
         self.set(kernel)
 
     def set(self, kernel: Kernel | None) -> None:
@@ -61,7 +70,7 @@ class Host(nn.Module):
     @property
     def tokens(self) -> Tokens | None:
         """The token kernels that act on this layer."""
-        tokens: Tokens | None = getattr(self.of[0], "mercer_tokens", None)
+        tokens: Tokens | None = getattr(self.of.module, "mercer_tokens", None)
         return tokens if tokens is not None and tokens.kernels.acts_on(self.number) else None
 
     def forward(

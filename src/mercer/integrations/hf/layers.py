@@ -76,6 +76,13 @@ def attention_layers(model: nn.Module) -> list[Layer]:
                     f"{kind} cannot be patched: its attention ({name}) {ADDED[argument]}, which a "
                     "kernel of queries and keys does not have"
                 )
+        capped = getattr(module, "attn_logit_softcapping", None) is not None
+        if capped and "softcap" in _words(module):
+            raise ValueError(
+                f"{kind} cannot be patched: its attention ({name}) {ADDED['softcap']}, which a "
+                "kernel of queries and keys does not have; its config has attn_logit_softcapping, "
+                "which may be None"
+            )
     numbers = [getattr(module, "layer_idx", None) for _, module in found]
     # A decoder with cross-attention has a number twice; then the order counts.
     own = all(isinstance(n, int) for n in numbers) and len(set(numbers)) == len(numbers)

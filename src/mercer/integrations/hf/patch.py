@@ -14,7 +14,7 @@ from ...nn import TokenKernels
 from ...own import Trust
 from ..host import own_kernel
 from .attention import NAME
-from .host import Host
+from .host import Host, Owner
 from .layers import Layer, Which, attention_layers, choose
 from .spec import Spec
 from .tokens import Tokens, give_ids, takes_ids
@@ -239,16 +239,15 @@ def _caller(base: nn.Module, layer: Layer) -> Any:
 
 def _prepare(base: Any, layers: list[Layer]) -> None:
     """Hosts on all layers, and our attention in configs that no other model has."""
-    if all(is_patched(layer) for layer in layers):
-        return
     memo: dict[int, Any] = {}
     for module in base.modules():
         config = module.__dict__.get("config")
-        if config is not None and hasattr(config, "_attn_implementation"):
+        if getattr(config, "_attn_implementation", NAME) != NAME:
             module.config = copy.deepcopy(config, memo)
             module.config._attn_implementation = NAME
     for layer in layers:
-        layer.module.mercer = Host(None, layer.number, own=layer.own)
+        if not is_patched(layer):
+            layer.module.mercer = Host(None, layer.number, own=layer.own)
     # As a static cache has them made before a call. The model makes them in the call, too.
     base.create_masks_for_generate = keep_mask
     base.init_continuous_batching = refuse_batching
@@ -271,6 +270,6 @@ def _add_tokens(owner: Any, layers: list[Layer], tokens: TokenKernels) -> None:
     fresh = not hasattr(owner, "mercer_tokens")
     owner.mercer_tokens = Tokens(tokens)
     for layer in layers:
-        host_of(layer).of = (owner,)
+        host_of(layer).of = Owner(owner)
     if fresh:
         give_ids(owner)
