@@ -31,6 +31,9 @@ def test_a_snippet_runs(snippet, page, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in write_files(page, tmp_path):
         monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
+    for package in ("transformers", "peft"):
+        if f"from {package} import" in snippet:
+            pytest.importorskip(package, reason=f"needs {package}")
     exec(compile(snippet, "snippet", "exec"), {"__name__": "__main__"})
 
 
