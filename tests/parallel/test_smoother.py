@@ -152,7 +152,7 @@ SAID = [
     "needs a length that is a multiple of 4, got 18",
     "needs a length that is a multiple of 2, got 17",
     "exchange must be 'gather' or 'ring', got 'star'",
-    "x must have the 16 tokens of the whole sequence in dimension 2, got [1, 2, 8, 8]",
+    "the split sequence has 16 tokens in dimension 2, but x is [1, 2, 8, 8]",
     "each process must have 8 of the 16 tokens in dimension 2, got [1, 2, 7, 8]",
     "Documents has ids for 15 keys, but there are 16",
     "a ring drops no weights, but dropout_p is 0.1: take exchange='gather'",

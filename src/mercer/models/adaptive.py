@@ -110,9 +110,15 @@ class AdaptiveSoftmax(nn.Module):
         labels: Tensor,
         tables: nn.ModuleList | None = None,
         num_items: Tensor | int | None = None,
+        shifted: Tensor | None = None,
     ) -> Tensor:
-        """The mean of -log p of the labels, without forming all probabilities."""
-        x, target = x[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        """The mean of -log p of the labels, without forming all probabilities.
+
+        `shifted` are those of the next place, where they are not all in `labels`.
+        """
+        if shifted is None:
+            x, shifted = x[:, :-1], labels[:, 1:]
+        x, target = x.flatten(0, 1), shifted.flatten()
         head = self._head(x, tables)
         short = self.parts[0][1]
         total = head.new_zeros(())

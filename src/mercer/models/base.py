@@ -237,12 +237,14 @@ class KernelModel(PreTrainedModel):
 
 
 def embed_places(
-    position: Learned | Sinusoid | None, x: Tensor, before: int, offset: Tensor | None
+    position: Learned | Sinusoid | None, x: Tensor, before: int | Tensor, offset: Tensor | None
 ) -> Tensor:
-    """x plus the embeddings of its places, counted from `before`, or from the padding's end."""
+    """x plus the embeddings of its places: from `before` on, or these, less the padding."""
     if position is None:
         return x
-    places = torch.arange(before, before + x.shape[1], device=x.device)
+    places = before
+    if not isinstance(places, Tensor):
+        places = torch.arange(places, places + x.shape[1], device=x.device)
     places = places if offset is None else (places - offset[:, None]).clamp(min=0)
     # check_length has checked it: reading places here would synchronise with the GPU.
     t = position.weight[places] if isinstance(position, Learned) else position(places)

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .. import parallel
 from ..filters import Filter
 from ..nn import Cache, KernelAttention, SegmentMemory, attention_weights
+from ..parallel import Split
 from ..systems import Attention
 
 Norm = Literal["layer", "rms", "rms-plain"]
@@ -132,8 +134,12 @@ class Block(GradientCheckpointingLayer):
         context_filter: Filter | None = None,
         context_cache: Cache | None = None,
         weights: Weights | None = None,
+        split: Split | None = None,
     ) -> Tensor:
-        """[B, T, d_model] -> the same; the attention's weights are added to `weights`."""
+        """[B, T, d_model] -> the same; the attention's weights are added to `weights`.
+
+        With a `split`, x is the part of this process, and all else is of the whole sequence.
+        """
         own: dict[str, Any] = {"filter": filter, "cache": cache, "token_ids": token_ids}
         if isinstance(self.attention, KernelAttention):
             own["offset"] = offset
@@ -142,6 +148,10 @@ class Block(GradientCheckpointingLayer):
             if weights is not None:
                 # Before the layer, whose cache then holds y.
                 weights.own.append(attention_weights(self.attention, y, **own))
+            if split is not None:
+                return parallel.attend(
+                    self.attention, y, split, filter=filter, token_ids=token_ids, offset=offset
+                )
             out: Tensor = self.attention(y, **own)
             return out
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -14,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from ..filters import Filter, Window
 from ..kernels import Kernel
 from ..nn import RelativeBiases, RelativeSinusoid, SegmentMemory, layer_windows
+from ..parallel import Split
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .base import KernelModel, check_ids, embed_places, read_mask, scale_of
 from .block import Block, Weights, norm_of
@@ -118,15 +120,24 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        split: Split | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token at every place, [B, T, vocab], and the loss if labels are given.
 
         Labels are shifted here; -100 is left out. `attention_mask` is [B, T], or with a cache
-        [B, seen + T], and 0 for padding, on either side.
+        [B, seen + T], and 0 for padding, on either side. With a `split`, logits are those of the
+        tokens of this process, and the losses of all processes sum to the mean.
         """
         check_ids(input_ids, self.config.vocab_size)
-        if memory is not None:
+        if split is not None:
+            self._check_split(
+                input_ids, past_key_values or use_cache or memory or output_attentions
+            )
+            cache = None
+            if labels is not None:
+                labels = split_labels(labels, split, kwargs)
+        elif memory is not None:
             self._check_memory(memory, attention_mask, bool(past_key_values or use_cache))
             cache, attention_mask = None, None
         else:
@@ -139,7 +150,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
             or memory is not None
             or input_ids.shape[1] <= length
         ):
-            hidden = self._states(input_ids, attention_mask, cache, memory, keep, weights)
+            hidden = self._states(input_ids, attention_mask, cache, memory, keep, weights, split)
         else:
             if weights is not None:
                 raise ValueError(
@@ -167,15 +178,19 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         memory: Sequence[SegmentMemory] | None,
         keep: bool,
         weights: Weights | None = None,
+        split: Split | None = None,
     ) -> list[Tensor]:
         """The states after the last block, [B, T, d_model]; with `keep`, after all earlier ones."""
         before = self._seen(cache, memory)
         batch, new = input_ids.shape
         self.check_length(before + new)
         padding, offset = read_mask(attention_mask, batch, before + new, causal=True)
-        x = embed_places(
-            self.input_position, self.embed(input_ids) * scale_of(self.config), before, offset
-        )
+        own = input_ids
+        places: int | Tensor = before
+        if split is not None:
+            own, places = split.cut(input_ids), split.places(input_ids.device)
+        x = self.embed(own) * scale_of(self.config)
+        x = embed_places(self.input_position, x, places, offset)
         x = self.dropout(norm_of(x) if self.config.embedding_norm else x)
         hidden = [x]
         caches: Sequence[Any] = memory or (cache.each if cache else [None] * len(self.blocks))
@@ -188,6 +203,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
                 token_ids=input_ids,
                 offset=offset,
                 weights=weights,
+                split=split,
             )
             if keep:
                 hidden.append(x)
@@ -203,7 +219,8 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
             tables = self.embed.tables if self.config.tie_word_embeddings else None
             loss = None
             if labels is not None:
-                loss = self.head.loss(x, labels, tables, kwargs.get("num_items_in_batch"))
+                more = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+                loss = self.head.loss(x, labels, tables, *more)
             if loss is not None and self.training:
                 return loss, None
             return loss, self.head(keep_last(x, keep), tables)
@@ -214,6 +231,19 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
             return None, logits
         vocab = self.config.vocab_size
         return self.loss_function(logits, labels, vocab_size=vocab, **kwargs), logits
+
+    def _check_split(self, input_ids: Tensor, held: object) -> None:
+        if held:
+            raise ValueError(
+                "a sequence that is split among processes takes no cache, no memory and no "
+                "output_attentions: no process has all keys"
+            )
+        length = self.config.segment_length
+        if length is not None and input_ids.shape[1] > length:
+            raise ValueError(
+                f"this model reads segments of {length} tokens one after the other, so its "
+                "sequences cannot be split among processes"
+            )
 
     def _check_memory(
         self, memory: Sequence[SegmentMemory], mask: Tensor | None, cached: bool
@@ -239,6 +269,15 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         if memory is not None:
             return memory[0].seen
         return 0 if cache is None else cache.get_seq_length()
+
+
+def split_labels(labels: Tensor, split: Split, kwargs: dict[str, Any]) -> Tensor:
+    """The labels of this process; the next ones and the number of all targets go to `kwargs`."""
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    if kwargs.get("num_items_in_batch") is None:
+        kwargs["num_items_in_batch"] = (shifted != -100).sum()
+    kwargs["shift_labels"] = split.cut(shifted)
+    return split.cut(labels)
 
 
 def share_biases(config: KernelLMConfig, blocks: Sequence[Block]) -> RelativeBiases:

@@ -251,10 +251,12 @@ class KernelAttention(nn.Module):
         cache: Cache | SegmentMemory | None = None,
         token_ids: Tensor | None = None,
         offset: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> tuple[Features, Features, Tensor, Filter]:
         """The arguments of `smooth`: queries, keys, values and the filter.
 
-        With a `SegmentMemory`, `token_ids` are those of the memory and of x.
+        With a `SegmentMemory`, `token_ids` are those of the memory and of x. `places` [T] are those
+        of x, if x is a part of a sequence.
         """
         check_inputs(x, context, cache, self.d_model, self.context_dim)
         filter = self.filter if filter is None else filter
@@ -271,8 +273,9 @@ class KernelAttention(nn.Module):
             places = torch.arange(before, before + whole.shape[1], device=x.device)
             q = self._queries(x, places[whole.shape[1] - x.shape[1] :])
             return q, *self._keys_and_values(whole, places, token_ids), filter
-        before = 0 if cache is None else cache.length
-        places = torch.arange(before, before + x.shape[1], device=x.device)
+        if places is None:
+            before = 0 if cache is None else cache.length
+            places = torch.arange(before, before + x.shape[1], device=x.device)
         if offset is not None:
             places = (places - offset[:, None]).clamp(min=0)  # [B, T]
         q = self._queries(x, places)

@@ -204,11 +204,12 @@ class GaussianAttention(nn.Module):
         filter: Filter | None = None,
         cache: Cache | SegmentMemory | None = None,
         token_ids: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> tuple[Features, Features, Tensor, Filter]:
         """The arguments of `smooth`: queries, keys, values and the filter.
 
         With a `SegmentMemory`, `token_ids` are those of the memory and of x. Without them, nothing
-        is added to the values.
+        is added to the values. `places` [T] are those of x, if x is a part of a sequence.
         """
         check_inputs(x, None, cache, self.d_model, self.d_model)
         filter = self.filter if filter is None else filter
@@ -237,7 +238,9 @@ class GaussianAttention(nn.Module):
         k = f
         if self.rotary is not None:
             # The cache holds x unrotated: to rotate again costs less than to store rotated keys.
-            k = self.rotary.turn(f, torch.arange(first, first + f.shape[2], device=f.device))
+            if places is None:
+                places = torch.arange(first, first + f.shape[2], device=f.device)
+            k = self.rotary.turn(f, places)
         q = Features(content=k[:, :, k.shape[2] - new :])
         if self.rotary is not None and self.adaptive:
             # The bandwidth depends on the token, not on its position: x is taken before rotation.

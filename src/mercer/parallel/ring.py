@@ -66,7 +66,7 @@ class Call:
         ]
 
     def rows(self, n: int) -> slice:
-        return slice(n * self.split.step, (n + 1) * self.split.step)
+        return slice(*self.split.rows(n))
 
     def attend(
         self, m: int, n: int, owner: int, q: Sequence[Tensor], kv: Sequence[Tensor]

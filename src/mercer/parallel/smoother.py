@@ -56,16 +56,22 @@ def smooth(
     for x in (*q.tensors(), *k.tensors(), v):
         split.check(x, 2)
     filter.check(v.shape[0], split.length, split.length)
-    device = v.device.type
-    if torch.is_autocast_enabled(device) and v.dtype != torch.float64:
-        lower = torch.get_autocast_dtype(device)
-        q, k, v = q.to(lower), k.to(lower), v.to(lower)
-    with torch.autocast(device, enabled=False):
+    q, k, v = lowered(q, k, v)
+    with torch.autocast(v.device.type, enabled=False):
         found = solve(kernel, q, k, v, split, filter, backend, dropout_p, return_log_mass)
     if not return_log_mass:
         return found.out
     assert found.log_mass is not None
     return found.out, found.log_mass
+
+
+def lowered(q: Features, k: Features, v: Tensor) -> tuple[Features, Features, Tensor]:
+    """In the dtype of autocast, if that is on."""
+    device = v.device.type
+    if not torch.is_autocast_enabled(device) or v.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def solve(
@@ -90,7 +96,7 @@ def solve(
     *parts, v = split.join_all([*k.tensors(), v], 2)
     k, found = Features(**dict(zip(names, parts, strict=True))), []
     for n, chunk in enumerate(split.own):
-        rows = q.rows(n * split.step, (n + 1) * split.step)
+        rows = q.rows(*split.rows(n))
         seen = part(filter, chunk, whole)
         problem = prepare(kernel, rows, k, v, seen, dropout_p, log_mass, backend, (chunk.first, 0))
         found.append(solve_here(problem, backend))

@@ -80,6 +80,10 @@ class Split:
         """How many tokens a process has."""
         return self.length // self.size
 
+    def rows(self, n: int) -> tuple[int, int]:
+        """From where to where the own chunk n is in tensors of this process."""
+        return n * self.step, (n + 1) * self.step
+
     def places(self, device: torch.device | str | None = None) -> Tensor:
         """Where the tokens of this process stand, [length / size]."""
         return self.cut(torch.arange(self.length, device=device), 0)
@@ -88,8 +92,8 @@ class Split:
         """The part of this process of a tensor that all have."""
         if x.shape[dim] != self.length:
             raise ValueError(
-                f"x must have the {self.length} tokens of the whole sequence in dimension {dim}, "
-                f"got {list(x.shape)}"
+                f"the split sequence has {self.length} tokens in dimension {dim}, but x is "
+                f"{list(x.shape)}"
             )
         return torch.cat([x.narrow(dim, c.first, self.step) for c in self.own], dim)
 
