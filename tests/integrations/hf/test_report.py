@@ -104,6 +104,15 @@ def test_weights_with_token_kernels_give_the_output():
     assert torch.allclose(weights @ v.repeat_interleave(2, 1), out, atol=1e-5)
 
 
+def test_tables_of_inspect_read_a_patched_model():
+    model, _ = patched()
+    ids = hf_models.inputs("llama")["input_ids"]
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+    for one, want in zip(mc.inspect.rows(model, ids, [3, 16]), weights, strict=True):
+        assert torch.allclose(one.weights, want[0, :, [3, 16]], atol=1e-6)
+
+
 def test_long_sequences_have_no_table_of_weights(monkeypatch):
     from mercer.integrations.hf import weights
 

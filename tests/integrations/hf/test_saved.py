@@ -106,6 +106,16 @@ def test_on_the_meta_device():
     assert torch.allclose(log.exp(), torch.full((4,), 2.0))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_new_parameters_are_where_the_model_is():
+    model = patched(token_kernels=mc.nn.TokenKernels(97)).cuda()
+    again = hf.patch(hf_models.make("llama").cuda(), "RBF(heads=4)", start="as-softmax")
+    hf.patch(again, token_kernels=mc.nn.TokenKernels(97))
+    for one in (model, again):
+        assert {x.device.type for x in one.parameters()} == {"cuda"}
+        assert one(hf_models.inputs("llama")["input_ids"].cuda()).logits.isfinite().all()
+
+
 def test_a_class_may_be_named(tmp_path):
     hf.save(patched(), tmp_path)
     for kind in (transformers.AutoModel, transformers.LlamaModel):

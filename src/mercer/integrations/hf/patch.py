@@ -94,10 +94,21 @@ def _put(
     _prepare(base, layers)
     for layer in layers:
         if layer.number in kernels:
-            host_of(layer).set(kernels[layer.number])
+            host = host_of(layer)
+            host.set(kernels[layer.number])
+            _place(host, beside=layer.module)
     if owner is not None and tokens is not None:
         _add_tokens(owner, layers, tokens)
     record(base, layers)
+
+
+def _place(module: nn.Module, *, beside: nn.Module) -> None:
+    """Move new parameters to where a module has its own; what is on no device yet moves later."""
+    mine = {id(x) for x in module.parameters()}
+    theirs = (x for x in beside.parameters() if id(x) not in mine)
+    x = next(theirs, None)
+    if x is not None and not x.is_meta:
+        module.to(x.device)
 
 
 def base_of(model: nn.Module) -> Any:
@@ -269,6 +280,7 @@ def refuse_batching(*args: Any, **options: Any) -> None:
 def _add_tokens(owner: Any, layers: list[Layer], tokens: TokenKernels) -> None:
     fresh = not hasattr(owner, "mercer_tokens")
     owner.mercer_tokens = Tokens(tokens)
+    _place(owner.mercer_tokens, beside=owner.get_input_embeddings())
     for layer in layers:
         host_of(layer).of = Owner(owner)
     if fresh:
