@@ -1,6 +1,7 @@
 """`mercer inspect`: tables, JSON and pages of small runs, and what it refuses."""
 
 import json
+import lzma
 import re
 
 import pytest
@@ -67,7 +68,11 @@ def test_json_has_the_same_numbers_for_programs(invoke, place):
     assert found["heads"] == json.loads(json.dumps(report.heads.as_dicts()))
     assert found["context"] == "32 tokens"
     assert [len(found[name]) for name in ("heads", "spreads")] == [len(report.heads), 0]
-    assert {curve["name"] for curve in found["curves"]} >= {"loss", "eval_loss"}
+    curves = {curve["name"]: curve["values"] for curve in found["curves"]}
+    assert curves.keys() >= {"loss", "eval_loss"}
+    for one in found["heads"]:
+        logged = curves[f"bandwidth {one['layer']} {one['head']}"]
+        assert logged[-1] == pytest.approx(one["bandwidth"], rel=1e-4)
 
 
 def test_a_page_is_written_and_says_where(invoke, tmp_path):
@@ -157,6 +162,19 @@ def test_bad_input_is_one_sentence(invoke, name):
     (line,) = [line for line in done.output.splitlines() if line.strip()]
     assert line.startswith("error:")
     assert sentence in line
+
+
+def test_a_text_may_be_packed_and_a_damaged_one_is_refused(invoke, tmp_path):
+    packed = lzma.compress(b"the cat sat on the mat\n" * 30)
+    for name, written in {"whole.xz": packed, "cut.xz": packed[:-9], "no.gz": b"words"}.items():
+        (tmp_path / name).write_bytes(written)
+    texts = ("novel.txt", str(tmp_path / "whole.xz"))
+    plain, whole = (invoke("rbf", "--json", "--text", text) for text in texts)
+    assert json.loads(plain.stdout)["heads"] == json.loads(whole.stdout)["heads"]
+    for name in ("cut.xz", "no.gz"):
+        done = invoke("rbf", "--text", str(tmp_path / name), columns=300)
+        assert done.exit_code == 2
+        assert f"{name} is no .{name[-2:]} file, or it is damaged" in done.output
 
 
 def test_a_text_that_is_not_utf8_is_refused(invoke, tmp_path):

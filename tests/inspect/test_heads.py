@@ -270,3 +270,28 @@ def test_bandwidths_of_queries_and_their_words():
     with pytest.raises(ValueError, match=r"ids must be \[2, 13\], got \[1, 3\]"):
         inspect.spreads(model, x, ids[:1, :3])
     assert inspect.query_bandwidths(*make()) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kernel=mc.RBF([0.5, 1.0, 2.0, 4.0])),
+        dict(kernel=mc.RBF(heads=HEADS)),
+        dict(kernel=mc.Laplace(3.0) * mc.Exponential()),
+        dict(kernel=mc.ARD(WIDTH // HEADS, heads=HEADS)),
+    ],
+)
+def test_stored_bandwidths_are_those_of_heads(options):
+    model, x = make(**options)
+    torch.nn.init.normal_(next(p for n, p in model.named_parameters() if "log_bandwidth" in n))
+    stored = inspect.stored_bandwidths(model)
+    want = {(one.layer, one.head): one.bandwidth for one in inspect.heads(model, x)}
+    found = {(layer, h): s for layer, each in stored.items() for h, s in enumerate(each)}
+    assert found == pytest.approx(want, rel=1e-4)
+
+
+def test_stored_bandwidths_of_gaussian_attention_and_of_none():
+    layer = mn.GaussianAttention(WIDTH, HEADS)
+    want = [one.bandwidth for one in inspect.heads(layer, torch.randn(1, 5, WIDTH))]
+    assert inspect.stored_bandwidths(layer)[""] == pytest.approx(want, rel=1e-4)
+    assert inspect.stored_bandwidths(make(kernel=mc.Exponential())[0]) == {}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
+import lzma
 import shlex
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -34,7 +37,9 @@ def run_inspect(
     ],
     text: Annotated[
         str | None,
-        typer.Option(help="Read with this text; the run's own by default.", metavar="FILE"),
+        typer.Option(
+            help="Read with this text, plain, .gz or .xz; the run's own by default.", metavar="FILE"
+        ),
     ] = None,
     tags: Annotated[
         list[str] | None,
@@ -170,8 +175,14 @@ def _file(name: str, option: str) -> Path:
 
 
 def _read_text(path: Path) -> str:
-    with path.open("rb") as file:
-        found = file.read(LARGEST)
+    """A text in UTF-8, plain, .gz or .xz; of a very long one the beginning."""
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    read = openers.get(path.suffix, open)
+    try:
+        with read(path, "rb") as file:
+            found: bytes = file.read(LARGEST)
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile):
+        raise ValueError(f"--text: {path} is no {path.suffix} file, or it is damaged") from None
     try:
         return found.decode("utf-8-sig")
     except UnicodeDecodeError as error:

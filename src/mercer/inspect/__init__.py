@@ -41,6 +41,7 @@ from .report import name_apart as name_apart
 from .rows import LayerRows as LayerRows
 from .rows import Rows as Rows
 from .rows import rows as rows
+from .stored import stored_bandwidths as stored_bandwidths
 from .style import Distances as Distances
 from .style import Features as Features
 from .style import distances as distances

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
+from ..inspect import stored_bandwidths
 from .best import Patience
 from .board import Board
 from .checkpoints import Checkpoints
@@ -275,6 +276,8 @@ class KernelTrainer(Trainer):
             # Trainer asks again at its end.
             self.control.should_evaluate = False
             self.control.should_save = self.checkpoints is not None
+        if widths := stored_bandwidths(self.model):
+            self.folder.note({"step": step, "bandwidths": widths})
         self._tell(step, dict(metrics))
         if text is not None:
             self.folder.note({"step": step, **text})

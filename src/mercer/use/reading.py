@@ -90,7 +90,7 @@ def read(
         notes.append("The text is empty, so there are no heads and no rows to read.")
     if inspect.find_token_kernels(trained.model) is not None:
         say("token kernels")
-        found |= token_tables(trained.model, words, ids, tagger, published)
+        found |= token_tables(trained.model, words, ids, text, tagger, published)
     if run is not None and (run / "metrics.jsonl").is_file():
         found["curves"] = inspect.curves(run)
     return inspect.Report(notes=tuple(notes), **found)
@@ -129,13 +129,18 @@ def read_published(
         published = path.stem
     shape = f"{kernels.size} taps on {' and '.join(NAMED[t] for t in kernels.on)}"
     facts = [("published kernels", shape), ("vocabulary", f"{kernels.vocab_size:,} tokens")]
+    notes = ["These are token kernels without a model, so there are no heads and no rows."]
     if ids:
         facts.append(("text", f"{len(ids):,} tokens"))
+    elif tagger is not None and published is not None:
+        notes.append(
+            "The published means are of the words of a text; these are of the whole vocabulary. "
+            "Give the text with --text to compare them."
+        )
     return inspect.Report(
         title=path.stem, facts=tuple(facts), words=tuple(words), ids=tuple(ids),
         corpus=published if tagger is not None else None,
-        notes=("These are token kernels without a model, so heads and rows are empty.",),
-        **token_tables(kernels, words, ids, tagger, published),
+        notes=tuple(notes), **token_tables(kernels, words, ids, text, tagger, published),
     )  # fmt: skip
 
 
@@ -143,6 +148,7 @@ def token_tables(
     model: Any,
     words: Sequence[str],
     ids: Sequence[int],
+    text: str | None,
     tagger: inspect.Tags | None,
     published: str | None,
 ) -> dict[str, Any]:
@@ -150,11 +156,11 @@ def token_tables(
     counts = inspect.count_ids(torch.tensor(ids, dtype=torch.long), len(words)) if ids else None
     if tagger is None:
         return {"tokens": inspect.tokens(model, words, counts=counts)}
-    text = "".join(words[n] for n in ids) or None
     known = inspect.words_from(words)
     tags = inspect.tags_by_id(known, tagger)
-    # Published means are of the words of the text.
-    some = inspect.words_from(words, text) if published else known
+    # Published means are of the words of a text, all of it.
+    within = text or "".join(words[n] for n in ids)
+    some = inspect.words_from(words, within) if published and within else known
     return {
         "tokens": inspect.tokens(model, words, counts=counts, tags=tags),
         "tags": inspect.summarise_tags(model, some, tagger, published=published),

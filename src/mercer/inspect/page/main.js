@@ -10,8 +10,12 @@ async function unpack() {
 
 function show({ models, distances }) {
   const views = models.length > 1 ? [["compare", "Compare", () => viewCompare(models, distances)], ...VIEWS] : VIEWS;
-  const state = { model: 0, view: Math.max(0, views.findIndex(([name]) => "#" + name === location.hash)) };
+  // The view that the address names, else the first that has something to show.
+  const named = views.findIndex(([name]) => "#" + name === location.hash);
+  const first = models.length > 1 || models[0].heads.length ? 0 : models[0].tokens ? 2 : 3;
+  const state = { model: 0, view: named < 0 ? first : named };
   const title = el("h1", {}), facts = el("dl", { class: "facts" }), notes = el("div", {});
+  const which = models.length > 1 ? el("div", { class: "controls" }, chooser("Model", models.map((m) => m.title), 0, (n) => { state.model = n; draw(); })) : null;
   const panel = el("div", { id: "view", role: "tabpanel", tabindex: "-1" });
   const tabs = views.map(([name, label], n) => el("button", { type: "button", role: "tab", id: "tab-" + name, "aria-controls": "view", onclick: () => open(n) }, label));
   const bar = el("div", { class: "tabs", role: "tablist", "aria-label": "Views" }, tabs);
@@ -31,6 +35,7 @@ function show({ models, distances }) {
 
   function draw() {
     const model = models[state.model], [name, , view] = views[state.view], all = name === "compare";
+    if (which) which.hidden = all;
     title.textContent = all ? models.length + " models side by side" : model.title;
     facts.replaceChildren(...(all ? [] : model.facts.map(([term, value]) => el("div", {}, el("dt", {}, term), el("dd", {}, value)))));
     notes.replaceChildren(...(all ? [] : model.notes.map(empty)));
@@ -40,7 +45,6 @@ function show({ models, distances }) {
     panel.replaceChildren(...[view(model)].flat(Infinity).filter(Boolean));
   }
 
-  const which = models.length > 1 ? el("div", { class: "controls" }, chooser("Model", models.map((m) => m.title), 0, (n) => { state.model = n; draw(); })) : null;
   document.getElementById("header").append(title, facts, notes, ...(which ? [which] : []), bar);
   document.getElementById("main").replaceChildren(panel);
   draw();

@@ -101,7 +101,7 @@ function viewRows(model) {
 
   look(state.place);
   const first = rows.places[0], last = rows.places[rows.places.length - 1];
-  requestAnimationFrame(() => { text.scrollTop = Math.max(0, nodes[state.place].offsetTop - text.offsetTop - text.clientHeight / 2); });
+  requestAnimationFrame(() => { text.scrollTop = nodes[state.place].offsetTop - text.clientHeight / 2; });
   return [
     el("p", { class: "lead" }, `Choose a token with a line below it (${whole(first)} to ${whole(last)}) to see which tokens it looks at. Darker is more. The weights are exact; up to ${rows.most} of each row are here, the largest.`),
     el("div", { class: "controls" }, layers),

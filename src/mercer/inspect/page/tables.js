@@ -10,7 +10,7 @@ function sortable({ label, columns, rows, by = null, down = true, most = 50, cho
       column.name, column.unit ? el("span", { class: "unit" }, column.unit) : null,
       el("span", { class: "arrow", "aria-hidden": "true" }));
     return el("th", { scope: "col", class: column.number ? "number" : null },
-      column.value ? button : column.name);
+      column.value ? button : el("span", { class: "plain" }, column.name));
   });
   const table = el("table", {}, el("caption", { class: "hidden" }, label),
     el("thead", {}, el("tr", {}, headers)), body);
@@ -59,7 +59,7 @@ function sortable({ label, columns, rows, by = null, down = true, most = 50, cho
 
   fill();
   const place = el("div", { class: "table" },
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, table),
+    el("div", { class: rows.length <= 24 ? "scroll whole" : "scroll", tabindex: "0", role: "region", "aria-label": label }, table),
     el("div", { class: "below" }, count, more));
   return { place, fill, show: (some) => { state.rows = some; state.shown = most; fill(); } };
 }
