@@ -39,7 +39,11 @@ def inner(q, k):
 def average(a, log_weight, v, visible):
     """Definition 1: the mean of the visible values by their weights, and W_o."""
     queries, keys = log_weight.shape[-2:]
-    seen = torch.tensor([[visible(i, j) for j in range(keys)] for i in range(queries)])
+    # One rule for all heads, or one for each.
+    rules = visible if isinstance(visible, list) else [visible]
+    seen = torch.tensor(
+        [[[rule(i, j) for j in range(keys)] for i in range(queries)] for rule in rules]
+    )
     weight = log_weight.exp() * seen
     share = weight / weight.sum(-1, keepdim=True)
     return torch.einsum("bhij,bhjd->bihd", share, v).flatten(2) @ a.out.weight.T
@@ -118,19 +122,44 @@ def dai2019(a, x):
     return average(a, log / math.sqrt(DIM), in_heads(x, a.value.weight), causal)
 
 
-def strided(i, j):
-    return j <= i and (i - j < 3 or (i - j) % 3 == 0)
-
-
 def fixed(i, j):
     return j <= i and (i // 4 == j // 4 or j % 4 >= 2)
 
 
+def strided(i, j):
+    return j <= i and (i - j < 3 or (i - j) % 3 == 0)
+
+
+# Sparse Transformer, section 4.3: A^(1) and A^(2) of the strided pattern, each by one head; of the
+# fixed one, the same block and distinct places in a block, as its authors preferred.
+STRIDED = [
+    lambda i, j: max(0, i - 2) <= j <= i,
+    lambda i, j: j <= i and (i - j) % 3 == 0,
+]
+FIXED = [
+    lambda i, j: j <= i and (i // 4 == j // 4 or j % 4 in (2, 3)),
+    lambda i, j: j <= i and (i // 4 == j // 4 or j % 4 in (0, 1)),
+]
+
+
 def parmar2018(a, x):
-    """Pixels row by row on a grid of 2 x 4; half of the embedding is the row, half the column."""
+    """Query blocks of 3, each with its memory block: its own pixels and the 2 before them.
+
+    Pixels row by row on a grid of 2 x 4; half of the embedding is the row, half the column.
+    """
     rows = sinusoid([i // 4 for i in range(LENGTH)], WIDTH // 2)
     columns = sinusoid([i % 4 for i in range(LENGTH)], WIDTH // 2)
-    return direct_sum(a, x, torch.cat([rows, columns], -1), lambda i, j: i - 3 <= j <= i)
+    f = x + torch.cat([rows, columns], -1)
+    out = []
+    for first in range(0, LENGTH, 3):
+        block = range(first, min(first + 3, LENGTH))
+        memory = range(max(first - 2, 0), block.stop)
+        q = in_heads(f[:, block.start : block.stop], a.query.weight)
+        k, v = (in_heads(f[:, memory.start : memory.stop], w.weight) for w in (a.key, a.value))
+        later = torch.tensor([[j > i for j in memory] for i in block])
+        share = (inner(q, k) / math.sqrt(DIM)).masked_fill(later, -math.inf).softmax(-1)
+        out.append((share @ v).transpose(1, 2).flatten(2) @ a.out.weight.T)
+    return torch.cat(out, 1)
 
 
 def tsai2019(a, x):
@@ -162,14 +191,14 @@ SYSTEMS = {
     "dai2019": ({}, dai2019),
     "child2019": (
         {"stride": 3, "max_length": LENGTH},
-        lambda a, x: direct_sum(a, x, a.position.embedding.weight, strided),
+        lambda a, x: direct_sum(a, x, a.position.embedding.weight, STRIDED),
     ),
-    "parmar2018": ({"height": 2, "width": 4, "window": 3}, parmar2018),
-    "lee2018": ({}, lambda a, x: plain(a, x, DIM**-0.5)),
+    "parmar2018": ({"height": 2, "width": 4, "block": 3, "memory": 2}, parmar2018),
+    "lee2018": ({}, lambda a, x: plain(a, x, WIDTH**-0.5)),
     "wang2018": ({}, lambda a, x: plain(a, x, 1.0)),
     "tsai2019multimodal": (
         {},
-        lambda a, x: direct_sum(a, x, sinusoid(range(LENGTH)), everything),
+        lambda a, x: direct_sum(a, x, sinusoid(range(LENGTH)), causal),
     ),
     "tsai2019": ({}, tsai2019),
     "kundu2026": ({}, kundu2026),
@@ -250,9 +279,19 @@ def test_every_row_of_huang2018_learns_and_equals_the_whole_table():
     close(whole(x, filter=mc.Full()), a(x, filter=mc.Full()))
 
 
-def test_child2019_has_the_fixed_pattern_too():
-    a, x = build("child2019", pattern="fixed", stride=4, summary=2), draw()
-    close(a(x), direct_sum(a, x, a.position.embedding.weight, fixed))
+@pytest.mark.parametrize("merged", [False, True])
+def test_child2019_has_two_patterns_that_may_be_merged(merged):
+    t = {"pattern": "fixed", "stride": 4, "summary": 2}
+    for options, visible in (({}, strided if merged else STRIDED), (t, fixed if merged else FIXED)):
+        a, x = build("child2019", merged=merged, **options), draw()
+        close(a(x), direct_sum(a, x, a.position.embedding.weight, visible))
+    four = systems.build("child2019", WIDTH, 4, pattern="fixed", stride=6, summary=2)
+    seen = four.filter.mask(12, 12)[0, :, 11]
+    assert [row.nonzero().flatten().tolist() for row in seen] == [
+        [4, 5, 6, 7, 8, 9, 10, 11], [2, 3, 6, 7, 8, 9, 10, 11], [0, 1, 6, 7, 8, 9, 10, 11],
+        [4, 5, 6, 7, 8, 9, 10, 11],
+    ]  # fmt: skip
+    assert systems.build("child2019", WIDTH, 1).filter == mc.Strided(32)
 
 
 def test_dai2019_sees_as_much_memory_as_it_is_given():
@@ -261,18 +300,68 @@ def test_dai2019_sees_as_much_memory_as_it_is_given():
     close(a(x[:, 6:], cache=memory), a(x[:, 4:], filter=mc.Causal())[:, 2:])
 
 
-def test_tsai2019multimodal_attends_from_one_modality_to_another():
-    a, language, vision = build("tsai2019multimodal"), draw(), draw(5)
-    t, s = sinusoid(range(LENGTH)), sinusoid(range(5))
-    close(a(language, vision), direct_sum(a, language, t, everything, vision, s))
+@pytest.mark.parametrize("keys", [5, 11])
+def test_tsai2019multimodal_attends_from_one_modality_to_another(keys):
+    """The future is hidden as the authors' code does it: what is above diagonal 1 + |K - Q|."""
+    a, language, vision = build("tsai2019multimodal"), draw(), draw(keys)
+    t, s = sinusoid(range(LENGTH)), sinusoid(range(keys))
+
+    def seen(i, j):
+        return j <= i + abs(keys - LENGTH)
+
+    close(a(language, vision), direct_sum(a, language, t, seen, vision, s))
+
+
+class MultiheadAttentionBlock(torch.nn.Module):
+    """That of the Set Transformer's authors, without norms: the scores are divided by sqrt(width),
+    and the queries are added to the result."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.fc_q, self.fc_k, self.fc_v, self.fc_o = (
+            torch.nn.Linear(width, width) for _ in range(4)
+        )
+
+    def forward(self, x, y):
+        q, k, v = self.fc_q(x), self.fc_k(y), self.fc_v(y)
+        size = q.shape[-1] // self.heads
+        q, k, v = (torch.cat(z.split(size, 2), 0) for z in (q, k, v))
+        share = torch.softmax(q.bmm(k.transpose(1, 2)) / math.sqrt(size * self.heads), 2)
+        o = torch.cat((q + share.bmm(v)).split(len(x), 0), 2)
+        return o + torch.relu(self.fc_o(o))
+
+
+def test_lee2018_is_the_attention_of_the_set_transformers_blocks():
+    theirs = MultiheadAttentionBlock(WIDTH, HEADS).double()
+    a = systems.build("lee2018", WIDTH, HEADS, bias=True).double()
+    assert sum(p.numel() for p in a.parameters()) == sum(p.numel() for p in theirs.parameters())
+    names = {"query": theirs.fc_q, "key": theirs.fc_k, "value": theirs.fc_v, "out": theirs.fc_o}
+    for name, linear in names.items():
+        getattr(a, name).load_state_dict(linear.state_dict())
+    x, y, last = draw(3), draw(), a.out
+    # Their block has a sum where a layer has its output projection.
+    a.out = torch.nn.Identity()
+    o = a.query(x) + a(x, y)
+    close(o + torch.relu(last(o)), theirs(x, y))
+
+
+def test_systems_have_the_parameters_of_their_originals():
+    """Four matrices; positions are sinusoids, but for the Sparse Transformer's learned ones."""
+    for name in ("lee2018", "parmar2018", "tsai2019multimodal"):
+        found = sum(p.numel() for p in systems.build(name, WIDTH, HEADS).parameters())
+        assert found == 4 * WIDTH**2, name
+    sparse = systems.build("child2019", WIDTH, HEADS, max_length=50)
+    assert sum(p.numel() for p in sparse.parameters()) == 4 * WIDTH**2 + 50 * WIDTH
 
 
 def test_default_sizes():
     assert systems.build("shaw2018", WIDTH, HEADS).position.kernel.table.shape == (33, DIM)
     assert systems.build("huang2018", WIDTH, HEADS).position.kernel.table.shape == (2, 513, DIM)
     assert systems.build("dai2019", WIDTH, HEADS).filter == mc.Memory(150)
-    assert systems.build("child2019", WIDTH, HEADS).filter == mc.Strided(32)
-    assert systems.build("parmar2018", WIDTH, HEADS).filter == mc.Window(256, 0)
+    assert systems.build("child2019", WIDTH, HEADS, merged=True).filter == mc.Strided(32)
+    assert systems.build("parmar2018", WIDTH, HEADS).filter == mc.Blocks(256, 256)
+    assert systems.build("lee2018", WIDTH, HEADS).kernel.scale == WIDTH**-0.5
 
 
 @pytest.mark.parametrize(
@@ -325,12 +414,13 @@ def test_tsai2019_saves_a_third_of_the_matrices_of_dai2019():
     assert 3 * matrices("tsai2019") == 2 * matrices("dai2019") == 6 * WIDTH**2
 
 
-@pytest.mark.parametrize("base", ["shaw2018", "dai2019", "tsai2019"])
+@pytest.mark.parametrize("base", ["shaw2018", "dai2019", "child2019", "tsai2019"])
 def test_leng2026_adds_token_kernels_to_any_base(base):
     """At the start of free taps it is the base; what it is given reaches the base."""
     tokens = mn.TokenKernels(5, temperature=None)
     a = systems.build("leng2026", WIDTH, HEADS, base=base, tokens=tokens, bias=True).double()
-    other = systems.build(base, WIDTH, HEADS, bias=True).double()
+    options = {"merged": True} if base == "child2019" else {}
+    other = systems.build(base, WIDTH, HEADS, bias=True, **options).double()
     other.load_state_dict({n: p for n, p in a.state_dict().items() if n != "tokens.weight"})
     x = draw()
     close(call(a, x), other(x))

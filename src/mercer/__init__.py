@@ -9,11 +9,13 @@ from . import nn as nn
 from . import systems as systems
 from .explain import Explanation as Explanation
 from .explain import explain as explain
+from .filters import Blocks as Blocks
 from .filters import Causal as Causal
 from .filters import Documents as Documents
 from .filters import Filter as Filter
 from .filters import Fixed as Fixed
 from .filters import Full as Full
+from .filters import Heads as Heads
 from .filters import Mask as Mask
 from .filters import Memory as Memory
 from .filters import Padding as Padding

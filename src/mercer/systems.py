@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from .explain import Explanation, explain
-from .filters import Causal, Filter, Fixed, Full, Memory, Strided, Window
+from .filters import Blocks, Causal, CausalAcross, Full, Memory, sparse
 from .kernels import Exponential
 from .names import suggest
 from .nn import (
@@ -139,7 +139,7 @@ def dai2019(
     features="F x T",
     kernel="k_exp(f_q + t_q, f_k + t_k)",
     value="(f_k + t_k) W_v",
-    filter="a sparse causal subset",
+    filter="a sparse causal subset, of each head its own",
 )
 def child2019(
     d_model: int,
@@ -148,13 +148,14 @@ def child2019(
     pattern: Literal["strided", "fixed"] = "strided",
     stride: int = 32,
     summary: int = 8,
+    merged: bool = False,
     max_length: int = 4096,
     **options: Any,
 ) -> KernelAttention:
     """Sparse Transformer."""
     if pattern not in ("strided", "fixed"):
         raise ValueError(f"pattern must be 'strided' or 'fixed', got {pattern!r}")
-    filter: Filter = Strided(stride) if pattern == "strided" else Fixed(stride, summary)
+    filter = sparse(pattern, 1 if merged else num_heads, stride, summary)
     position = DirectSum(Learned(max_length))
     return _attention(
         d_model, num_heads, options, position=position, value="content+position", filter=filter
@@ -165,7 +166,7 @@ def child2019(
     features="F x H x W",
     kernel="k_exp(f_q + h_q + w_q, f_k + h_k + w_k)",
     value="(f_k + h_k + w_k) W_v",
-    filter="causal, in a local window",
+    filter="causal, the block of the query and some keys before it",
 )
 def parmar2018(
     d_model: int,
@@ -173,24 +174,28 @@ def parmar2018(
     *,
     height: int = 32,
     width: int = 32,
-    window: int = 256,
+    block: int = 256,
+    memory: int = 256,
     **options: Any,
 ) -> KernelAttention:
-    """Image Transformer."""
+    """Image Transformer, with its one-dimensional blocks."""
     return _attention(
         d_model,
         num_heads,
         options,
         position=Grid2D(height, width, combine="sum"),
         value="content+position",
-        filter=Window(window, 0),
+        filter=Blocks(block, memory),
     )
 
 
-@system(features="F", kernel="k_exp(f_q, f_k)", value="f_k W_v", filter="all")
+@system(
+    features="F", kernel="exp(<f_q W_q, f_k W_k> / sqrt(d_model))", value="f_k W_v", filter="all"
+)
 def lee2018(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
     """Set Transformer."""
-    return _attention(d_model, num_heads, options, position=NoPosition())
+    kernel = Exponential(scale=d_model**-0.5)
+    return _attention(d_model, num_heads, options, kernel=kernel, position=NoPosition())
 
 
 @system(features="F", kernel="exp(<f_q W_q, f_k W_k>)", value="f_k W_v", filter="all")
@@ -205,11 +210,14 @@ def wang2018(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
     features="F^l x F^v x F^a x T",
     kernel="k_exp(f_q + t_q, f_k + t_k), q and k of two modalities",
     value="(f_k + t_k) W_v",
-    filter="all",
+    filter="causal, j <= i + |K - Q| across modalities",
 )
 def tsai2019multimodal(d_model: int, num_heads: int, **options: Any) -> KernelAttention:
     """Multimodal Transformer: queries of one modality, keys and values of another."""
-    return _attention(d_model, num_heads, options, position=DirectSum(), value="content+position")
+    return _attention(
+        d_model, num_heads, options, position=DirectSum(), value="content+position",
+        filter=CausalAcross(),
+    )  # fmt: skip
 
 
 @system(
@@ -255,6 +263,9 @@ def leng2026(
             f"the base of leng2026 must be another system with projections, not {base!r}"
         )
     tokens = TokenKernels(vocab_size) if tokens is None else tokens
+    if base == "child2019":
+        # Token kernels need one filter for all heads.
+        options = {"merged": True} | options
     attention = builder(d_model, num_heads, tokens=tokens, **options)
     assert isinstance(attention, KernelAttention)
     return attention

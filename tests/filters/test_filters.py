@@ -3,6 +3,7 @@ import torch
 from catalogue import DOCUMENTS, FILTERS
 
 import mercer as mc
+from mercer.filters import CausalAcross, Columns, Diagonals
 from mercer.testing import check_filter
 
 K = 11
@@ -17,8 +18,10 @@ RULES = {
     "memory": lambda b, i, j, start: start - 2 <= j <= i,
     "strided": lambda b, i, j, start: j <= i and (i - j < 3 or (i - j) % 3 == 0),
     "fixed": lambda b, i, j, start: j <= i and (i // 4 == j // 4 or j % 4 >= 2),
+    "blocks": lambda b, i, j, start: j <= i and j >= i // 4 * 4 - 2,
     "padding": lambda b, i, j, start: j < [7, 0][b],
     "documents": lambda b, i, j, start: bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]),
+    "heads": lambda b, i, j, start: i - 3 <= j <= i,
     "mask": lambda b, i, j, start: (121 * b + 11 * i + j) * 7 % 11 < 6,
     "packed": lambda b, i, j, start: j <= i and bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]),
     "either": lambda b, i, j, start: (
@@ -27,15 +30,22 @@ RULES = {
 }
 
 
+# Of the heads that see something else than the first.
+LATER_HEADS = {"heads": [lambda b, i, j, start: j <= i]}
+
+
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("num_queries", [K, 4, 1])
 def test_a_filter_follows_its_definition(name, num_queries):
-    mask = FILTERS[name]().mask(num_queries, K).expand(2, 1, num_queries, K)
+    rules = [RULES[name], *LATER_HEADS.get(name, [])]
+    mask = FILTERS[name]().mask(num_queries, K).expand(2, len(rules), num_queries, K)
     start = K - num_queries
     for b in range(2):
-        for n in range(num_queries):
-            for j in range(K):
-                assert bool(mask[b, 0, n, j]) == RULES[name](b, n + start, j, start), (b, n, j)
+        for h, rule in enumerate(rules):
+            for n in range(num_queries):
+                for j in range(K):
+                    want = rule(b, n + start, j, start)
+                    assert bool(mask[b, h, n, j]) == want, (b, h, n, j)
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -50,7 +60,7 @@ def test_the_block_mask_of_flex_attention_agrees(name):
 
     filter = FILTERS[name]()
     block_mask = filter.block_mask(4, K)
-    dense = create_mask(filter.mask_mod(4, K), filter.batch, None, 4, K, device="cpu")
+    dense = create_mask(filter.mask_mod(4, K), filter.batch, filter.heads, 4, K, device="cpu")
     assert torch.equal(dense, filter.mask(4, K))
     assert bool(block_mask.to_dense().any()) == bool(dense.any())
 
@@ -77,6 +87,12 @@ def test_flex_attention_runs_a_block_mask():
         (mc.Window(7, 0), 9, 9, "Window"),
         (mc.Memory(3), 4, 7, "Causal"),
         (mc.Memory(2), 4, 7, "Memory"),
+        (mc.Blocks(3, 6), 9, 9, "Causal"),
+        (mc.Blocks(3, 5), 9, 9, "Blocks"),
+        (mc.Heads([mc.Causal(), mc.Window(8, 0)]), 9, 9, "Causal"),
+        (mc.Heads([mc.Causal(), mc.Window(7, 0)]), 9, 9, "Heads"),
+        (CausalAcross(), 5, 9, "Causal"),
+        (CausalAcross(), 7, 5, "Window"),
         (mc.Padding([9, 9]) & mc.Causal(), 9, 9, "Causal"),
         (mc.Causal() & mc.Window(2, 2), 9, 9, "And"),
     ],
@@ -86,9 +102,46 @@ def test_filters_are_simplified_where_lengths_allow(filter, queries, keys, kind)
     simple = filter.simplify(queries, keys)
     assert type(simple).__name__ == kind
     assert torch.equal(
-        simple.mask(queries, keys).expand(2, -1, -1, -1),
-        filter.mask(queries, keys).expand(2, -1, -1, -1),
+        simple.mask(queries, keys).expand(2, 2, -1, -1),
+        filter.mask(queries, keys).expand(2, 2, -1, -1),
     )
+
+
+@pytest.mark.parametrize(
+    ("filter", "sees"),
+    [
+        (Diagonals(3), lambda i, j: j <= i and (i - j) % 3 == 0),
+        (Columns(5, 1, 2), lambda i, j: j <= i and j % 5 in (1, 2)),
+        (Columns(4, 3, 1), lambda i, j: j <= i and j % 4 == 3),
+        (CausalAcross(), lambda i, j: j <= i),
+    ],
+    ids=["diagonals", "columns", "column", "across"],
+)
+def test_parts_of_sparse_patterns(filter, sees):
+    mask = filter.mask(K, K)[0, 0]
+    assert mask.tolist() == [[sees(i, j) for j in range(K)] for i in range(K)]
+    check_filter(filter, lengths=(1, 7, K, 16))
+
+
+def test_the_future_across_sequences():
+    """As MulT has it: triu(1 + |K - Q|) is hidden, rows and columns counted from the first."""
+    for queries, keys in ((5, 9), (9, 5), (7, 5), (4, 4), (1, 3), (3, 1)):
+        hidden = torch.ones(queries, keys).triu(1 + abs(keys - queries)).bool()
+        assert torch.equal(CausalAcross().mask(queries, keys)[0, 0], ~hidden)
+
+
+def test_heads_are_checked():
+    with pytest.raises(ValueError, match="needs a filter for each head, got none"):
+        mc.Heads([])
+    with pytest.raises(ValueError, match="each the same for all heads"):
+        mc.Heads([mc.Heads([mc.Causal()])])
+    q = torch.randn(1, 3, 4, 2)
+    with pytest.raises(ValueError, match="was made for 2 heads, but the queries have 3"):
+        mc.smooth(mc.RBF(), q, q, q, filter=mc.Heads([mc.Causal(), mc.Full()]))
+    with pytest.raises(ValueError, match="length must be a whole number >= 1, got 0"):
+        mc.Blocks(0)
+    with pytest.raises(ValueError, match="memory must be a whole number >= 0, got -1"):
+        mc.Blocks(3, -1)
 
 
 def test_sdpa_gets_its_causal_flag_only_where_it_means_the_same():

@@ -237,7 +237,7 @@ def test_a_compiled_graph_takes_a_mask():
     assert (got - call(q, k, v)).abs().max() < 1e-6
 
 
-def test_a_report_takes_a_mask_that_is_the_same_for_all_heads():
+def test_a_report_takes_a_mask():
     layer = mn.GaussianAttention(16, 2)
     x = torch.randn(2, K, 16)
     causal = torch.ones(K, K).tril().bool()
@@ -245,5 +245,4 @@ def test_a_report_takes_a_mask_that_is_the_same_for_all_heads():
     assert (out - want).abs().max() < 1e-6
     known, found = (layer.report(x, filter=f) for f in (mc.Causal(), mc.Mask(causal)))
     assert str(known) == str(found)
-    with pytest.raises(ValueError, match=r"Mask\(\[1, 2, 9, 9\]\) .* heads"):
-        layer.report(x, filter=mc.Mask(causal.expand(2, K, K)))
+    assert str(layer.report(x, filter=mc.Mask(causal.expand(2, K, K)))) == str(known)

@@ -89,6 +89,8 @@ def test_pairs_are_those_the_filter_shows():
     )
     for filter in filters:
         assert visible_pairs(filter, 33) == int(filter.mask(33, 33).sum())
+    # The mean over heads that see different keys: 33 pairs, and 33 * 34 / 2.
+    assert visible_pairs(mc.Heads([mc.Window(0, 0), mc.Causal()]), 33) == (33 + 33 * 17) / 2
     short = presets.lm("nano", depth=2, context_length=LENGTH, short_window=8)
     long = presets.lm("nano", depth=2, context_length=LENGTH, windows=None)
     assert count(short).flops_per_token < count(long).flops_per_token

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mercer as mc
-from mercer import models
+from mercer import inspect, models
 from mercer import nn as mn
 from mercer.models import presets
 from mercer.nn import bandwidths
@@ -53,6 +53,16 @@ def test_one_bandwidth_or_one_for_each_head():
         assert [h.bandwidth for h in report] == pytest.approx(want)
         assert report[0].visible == pytest.approx(4.0)
         check(report, layer, x)
+
+
+def test_heads_that_see_different_keys():
+    layer, x = make(mc.RBF(2.0), filter=mc.Heads([mc.Causal(), mc.Window(1, 0)])), draw()
+    report = mn.bandwidth_report(layer, x)
+    assert [h.visible for h in report] == pytest.approx([4.0, 13 / 7])
+    check(report, layer, x)
+    found = inspect.heads(layer, x)
+    assert [h.visible for h in found] == pytest.approx([4.0, 13 / 7])
+    assert [h.self_weight for h in found] == pytest.approx([h.self_weight for h in report])
 
 
 def test_every_bandwidth_in_a_product_and_a_sum():

@@ -1,4 +1,4 @@
-"""Filters of positions alone: windows, memory, and the Sparse Transformer's patterns."""
+"""Filters of positions alone: windows, memory, blocks, and the Sparse Transformer's patterns."""
 
 from __future__ import annotations
 
@@ -190,9 +190,7 @@ class Fixed(Filter):
         return (j <= i) & (same | (j % self.stride >= self.stride - self.summary))
 
     def by_rows(self, places: Places) -> Filter | None:
-        if places.shift != 0 or isinstance(places.k, Tensor):
-            return None
-        return self if places.k % self.stride == 0 else None
+        return self if _whole_blocks(places, self.stride) else None
 
     def covers(self, i: Span, j: Span, start: int) -> bool | None:
         if j.first > i.last:
@@ -215,6 +213,122 @@ class Fixed(Filter):
         return True
 
 
-def _check_stride(stride: object) -> None:
+@dataclass(frozen=True)
+class Blocks(Filter):
+    """Causal and j >= n length - memory, with n = i // length the block of the query.
+
+    Queries of one block share one stretch of keys: those of the block, and `memory` before it
+    (Image Transformer).
+    """
+
+    entry = Entry(numbers={"length": None, "memory": 0}, examples={"blocks": lambda: Blocks(4, 2)})
+
+    length: int
+    memory: int = 0
+
+    def __post_init__(self) -> None:
+        _check_stride(self.length, "length")
+        if not isinstance(self.memory, int) or self.memory < 0:
+            raise ValueError(f"memory must be a whole number >= 0, got {self.memory}")
+
+    def oldest(self, i: Index) -> Index:
+        return i // self.length * self.length - self.memory
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return (j <= i) & (j >= self.oldest(i))
+
+    def by_rows(self, places: Places) -> Filter | None:
+        return self if _whole_blocks(places, self.length) else None
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        if j.first > i.last or j.last < self.oldest(i.first):
+            return False
+        return True if j.last <= i.first and j.first >= self.oldest(i.last) else None
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        if self.oldest(num_keys - 1) <= 0:
+            return Causal().simplify(num_queries, num_keys)
+        return super().simplify(num_queries, num_keys)
+
+
+@dataclass(frozen=True)
+class Diagonals(Filter):
+    """Causal and (i - j) mod stride = 0: what a head of `Strided` sees besides the nearest keys."""
+
+    stride: int
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return (j <= i) & ((i - j) % self.stride == 0)
+
+    def by_rows(self, places: Places) -> Filter | None:
+        return self if places.shift == 0 else None
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        near, far = max(i.first - j.last, 0), i.last - j.first
+        return None if far >= 0 and far // self.stride > (near - 1) // self.stride else False
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Columns(Filter):
+    """Causal and first <= j mod stride < first + count."""
+
+    stride: int
+    first: int
+    count: int
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        place = j % self.stride
+        return (j <= i) & (place >= self.first) & (place < self.first + self.count)
+
+    def by_rows(self, places: Places) -> Filter | None:
+        return self if _whole_blocks(places, self.stride) else None
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        if j.first > i.last:
+            return False
+        # The next column from j.first on.
+        place = j.first % self.stride
+        wait = 0 if place < self.first + self.count else self.stride
+        return None if j.first + max(wait + self.first - place, 0) <= j.last else False
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class CausalAcross(Filter):
+    """j <= n + |K - Q| for query number n: the mask of the future of the Multimodal Transformer.
+
+    It is causal up to Q = K; with more queries than keys a query sees some later keys.
+    """
+
+    def sees(self, b: Index, i: Index, j: Index, start: int) -> Index:
+        return j <= i + max(-2 * start, 0)
+
+    def covers(self, i: Span, j: Span, start: int) -> bool | None:
+        reach = max(-2 * start, 0)
+        return True if j.last <= i.first + reach else False if j.first > i.last + reach else None
+
+    def simplify(self, num_queries: int, num_keys: int) -> Filter:
+        fewer = num_queries - num_keys
+        same = Causal() if fewer <= 0 else Window(-1, 2 * fewer)
+        return same.simplify(num_queries, num_keys)
+
+
+def _whole_blocks(places: Places, length: int) -> bool:
+    """Whether blocks that are counted from the first key are those of the places."""
+    return places.shift == 0 and not isinstance(places.k, Tensor) and places.k % length == 0
+
+
+def _check_stride(stride: object, name: str = "stride") -> None:
     if not isinstance(stride, int) or stride < 1:
-        raise ValueError(f"stride must be a whole number >= 1, got {stride}")
+        raise ValueError(f"{name} must be a whole number >= 1, got {stride}")

@@ -84,7 +84,7 @@ class _Sums:
     """The numbers of one layer, over its calls."""
 
     def __init__(self) -> None:
-        self.rows = 0.0
+        self.rows = torch.zeros(1)  # [H or 1]
         self.sums: dict[str, Tensor] = {}
         self.far: tuple[int, ...] = ()
         self.fixed: list[dict[str, Any]] = []
@@ -94,7 +94,7 @@ class _Sums:
         batch, heads, length, num_keys = seen.sizes
         device, wide = seen.call.v.device, accumulator(seen.call.v.dtype)
         self.name, self.own = seen.name, seen.own
-        visible = visible_keys(seen.call.filter, batch, length, num_keys, device)  # [B, 1, Q]
+        visible = visible_keys(seen.call.filter, batch, length, num_keys, device)  # [B, H or 1, Q]
         counted = (visible > 0).to(wide)
         edges = torch.tensor(BINS, device=device)
         part = {
@@ -119,7 +119,7 @@ class _Sums:
             "neighbours": part["entropy"].exp(), "visible": visible.expand(batch, heads, length),
             "alone": part["alone"], "first": part["first"], "away": part["away"],
         }  # fmt: skip
-        self.rows += float(counted.sum())
+        self.rows = self.rows.to(counted) + counted.sum((0, 2))
         for name, x in mean.items():
             self._sum(name, (x * counted).sum((0, 2)))
         self._sum("shares", shares)
@@ -130,9 +130,12 @@ class _Sums:
         self.sums[name] = self.sums[name] + x if name in self.sums else x
 
     def finish(self) -> list[HeadSummary]:
-        if not self.rows:
+        if not self.rows.any():
             raise ValueError(f"no place sees a key in layer {self.name}: there is nothing to read")
-        mean = {name: (x / self.rows).tolist() for name, x in self.sums.items()}
+        mean = {
+            name: (x.transpose(0, -1) / self.rows).transpose(0, -1).tolist()
+            for name, x in self.sums.items()
+        }
         used = max((n for row in mean["shares"] for n, x in enumerate(row) if x > 0), default=0) + 1
         return [
             HeadSummary(

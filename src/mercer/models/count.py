@@ -182,14 +182,13 @@ def _attention(layer: Attention, length: int, segments: list[tuple[int, int]]) -
     return flops
 
 
-def visible_pairs(filter: Filter, length: int, before: int = 0) -> int:
-    """How many pairs of a query and a key are visible, with so many keys before the first query."""
+def visible_pairs(filter: Filter, length: int, before: int = 0) -> float:
+    """How many pairs of a query and a key a head sees, with so many keys before the first query."""
     if isinstance(filter, Full):
         return length * (before + length)
     j = torch.arange(before + length, device="cpu")
     seen = 0
     # By rows, since a mask of all pairs may not fit.
     for i in j[before:].split(1024):
-        visible = torch.as_tensor(filter.sees(0, i[:, None], j, before))
-        seen += int(visible.expand(len(i), len(j)).sum())
-    return seen
+        seen += int(filter.mask_of_rows(i, len(j), before)[0].sum())
+    return seen / (filter.heads or 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..filters import Causal, Filter, Fixed, Full
+from ..filters import Blocks, Causal, Columns, Filter, Fixed, Full
 from ..filters.base import Joined
 
 
@@ -24,9 +24,14 @@ def with_padding(own: Filter, padding: Filter | None, offset: Tensor | None) -> 
     """A layer's filter joined with the padding of the batch; None without padding."""
     if padding is None:
         return None
-    each = own.filters if isinstance(own, Joined) else (own,)
-    if offset is not None and any(isinstance(f, Fixed) for f in each):
+    if offset is not None and _counts_blocks(own):
         raise ValueError(
-            "Fixed counts its blocks from the first place, so padding must be on the right"
+            f"{own!r} counts its blocks from the first place, so padding must be on the right"
         )
     return join(own, padding)
+
+
+def _counts_blocks(filter: Filter) -> bool:
+    if isinstance(filter, Joined):
+        return any(map(_counts_blocks, filter.filters))
+    return isinstance(filter, Fixed | Blocks | Columns)

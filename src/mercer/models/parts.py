@@ -19,7 +19,7 @@ from transformers import initialization as init
 
 from .. import own, parse, systems
 from ..explain import width
-from ..filters import Causal, Filter, Full
+from ..filters import Causal, CausalAcross, Filter, Full
 from ..kernels import Kernel
 from ..names import suggest
 from ..nn import (
@@ -276,6 +276,8 @@ def _known(name: str) -> list[str]:
 
 def _filter(own: Filter, parts: Parts, place: Place) -> Filter:
     if place.role == "decoder":
+        # A decoder has no more queries than keys.
+        own = Full() if isinstance(own, CausalAcross) else own
         return join(own, Causal(), place.window)
     # A system's filter is for decoders; an encoder is unfiltered unless its config has a filter.
     asked = parts.filter is not None or "filter" in parts.system_options

@@ -93,7 +93,7 @@ def _report(
     """A row for each head and each of its bandwidths."""
     call = read_call(layer, x, context, **given)  # type: ignore[arg-type]
     batch, length, num_keys = x.shape[0], x.shape[1], call.v.shape[2]
-    visible = visible_keys(call.filter, batch, length, num_keys, x.device)  # [B, 1, Q]
+    visible = visible_keys(call.filter, batch, length, num_keys, x.device)  # [B, H or 1, Q]
     own = context is None
     counted = sees_itself(call.filter, batch, length, x.device) if own else visible > 0
     if not bool(counted.any()):
@@ -109,7 +109,7 @@ def _report(
         if own:
             alone[..., start:end] = p[:, :, start:end].diagonal(dim1=-2, dim2=-1)
     neighbours = mean_of_rows(entropy.exp(), counted).tolist()
-    seen = mean_of_rows(visible.to(wide), counted).item()
+    seen = mean_of_rows(visible.to(wide), counted).expand(layer.num_heads).tolist()
     # A query of cross-attention is none of its keys.
     selves = mean_of_rows(alone, counted).tolist() if own else [None] * layer.num_heads
 
@@ -117,7 +117,7 @@ def _report(
     sizes = [bandwidths_of(kernel, call.q, counted).tolist() for kernel in kernels]
     heads = []
     for h in range(layer.num_heads):
-        same: dict[str, Any] = {"layer": "", "head": h, "visible": seen, "at_bound": False}
+        same: dict[str, Any] = {"layer": "", "head": h, "visible": seen[h], "at_bound": False}
         same |= {"neighbours": neighbours[h], "self_weight": selves[h]}
         for name, s in zip(_names(kernels), sizes, strict=True):
             heads.append(Head(kernel=name, bandwidth=s[h], **same))

@@ -108,7 +108,7 @@ def measure(
     near = (x * mean[..., :dim]).sum(-1) + mean[..., dim] + half_norm(x)
     entropy = (log_mass - near * torch.exp(-2 * log_s)[..., 0]).clamp(min=0.0)
 
-    counted = sees_itself(filter, batch, length, x.device)  # [B, 1, T]
+    counted = sees_itself(filter, batch, length, x.device)  # [B, H or 1, T]
     if not bool(counted.any()):
         raise ValueError(f"no place sees itself, so there is nothing to report: {filter}")
     columns = {
@@ -130,21 +130,21 @@ def measure(
 
 def mean_of_rows(x: Tensor, counted: Tensor) -> Tensor:
     """The mean over the rows that count, per head: [B, H or 1, Q] -> [H or 1]."""
-    return torch.where(counted, x, 0.0).sum((0, 2)) / counted.sum()
+    return torch.where(counted, x, 0.0).sum((0, 2)) / counted.sum((0, 2))
 
 
 def sees_itself(filter: Filter, batch: int, length: int, device: torch.device) -> Tensor:
-    """Which rows see themselves, [B, 1, T]: not those past the padding, or that see nothing."""
-    i = torch.arange(length, device=device)
-    b = torch.arange(batch, device=device)[:, None]
-    seen = torch.as_tensor(filter.to(device).sees(b, i, i, 0), device=device)
-    return seen.expand(batch, length)[:, None]
+    """Which rows see themselves, [B, H or 1, T]: none past the padding, or that sees nothing."""
+    b, h, i = (torch.arange(n, device=device) for n in (batch, filter.heads or 1, length))
+    seen = filter.to(device).shows(b[:, None, None], h[:, None], i, i, 0)
+    return torch.as_tensor(seen, device=device).expand(batch, len(h), length)
 
 
 def visible_keys(
     filter: Filter, batch: int, num_queries: int, num_keys: int, device: torch.device
 ) -> Tensor:
-    """How many keys every row sees, [B, 1, Q]: the mass of the weight 1."""
-    q, k = (torch.zeros(batch, 1, n, 1, device=device) for n in (num_queries, num_keys))
+    """How many keys every row sees, [B, H or 1, Q]: the mass of the weight 1."""
+    heads = filter.heads or 1
+    q, k = (torch.zeros(batch, heads, n, 1, device=device) for n in (num_queries, num_keys))
     _, log_mass = smooth(Exponential(), q, k, k, filter=filter, return_log_mass=True)
     return log_mass.exp()
