@@ -147,6 +147,13 @@ def test_only_patched_models_are_saved(tmp_path):
         hf.save(hf_models.make("llama"), tmp_path)
 
 
+def tokens(**change):
+    """The entry of token kernels in a config, with a change."""
+    plain = {"vocab_size": 97, "size": 3, "on": "v", "heads": None, "layers": None}
+    rest = {"temperature": None, "boundary": "shrink", "start": 10.0}
+    return {"token_kernels": plain | rest | change}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -161,15 +168,13 @@ def test_only_patched_models_are_saved(tmp_path):
         ({"version": 2}, "its version is 2"),
         ({"code": "os"}, "'code', which is none of version"),
         ({"token_kernels": {"size": 3}}, "vocab_size is missing"),
-        (
-            {
-                "token_kernels": {
-                    "vocab_size": 50, "size": 3, "on": "v", "heads": None, "layers": None,
-                    "temperature": None, "boundary": "shrink", "start": 10.0,
-                }
-            },
-            "vocabulary of 50 tokens, but the model has 97",
-        ),
+        (tokens(vocab_size=50), "vocabulary of 50 tokens, but the model has 97"),
+        (tokens(vocab_size=10**13), "vocabulary of 10000000000000 tokens, but the model has 97"),
+        (tokens(size=10**9 + 1), "1,000,000,001 taps for each token, more than 65,536"),
+        (tokens(layers=10**9), "3,000,000,000 taps for each token, more than 65,536"),
+        (tokens(heads=3), "are for 3 heads, but layer 0"),
+        (tokens(layers=[0, 9]), "there is no attention layer 9"),
+        (tokens(heads=True), "heads must be int"),
     ],
 )  # fmt: skip
 def test_a_config_that_was_changed_is_refused(tmp_path, change, said):

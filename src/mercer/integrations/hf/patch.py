@@ -77,9 +77,12 @@ def install(base: Any, spec: Spec, trust: Trust) -> None:
     texts = spec.texts()
     chosen = choose(found, list(texts)) if texts else []
     kernels = {layer.number: _kernel_of(layer, texts[layer.number], trust) for layer in chosen}
+    # A config can ask for any size, so nothing is filled before it is known to fit the model.
+    with torch.device("meta"):
+        sized = spec.build_tokens()
+    owner = None if sized is None else owner_of(base, found, sized)
     with torch.device("cpu"):
         tokens = spec.build_tokens()
-    owner = None if tokens is None else owner_of(base, found, tokens)
     _put(base, found, kernels, owner, tokens)
 
 

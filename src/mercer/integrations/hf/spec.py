@@ -18,6 +18,8 @@ from ...nn import TokenKernels
 from ...storage import stored
 
 VERSION = 1
+# Of the token kernels of one token: more than 100 layers of 100 heads with kernels of size 3.
+MOST_TAPS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,13 @@ class Table:
         return cls(**found | {"layers": list(layers) if isinstance(layers, tuple) else layers})
 
     def build(self) -> TokenKernels:
+        each = len(self.layers) if isinstance(self.layers, list) else self.layers
+        taps = (each or 1) * len(self.on) * (self.heads or 1) * self.size
+        if taps > MOST_TAPS:
+            raise ValueError(
+                f"the config's token kernels have {taps:,} taps for each token, more than "
+                f"{MOST_TAPS:,}"
+            )
         given: dict[str, Any] = asdict(self)
         return TokenKernels(**given)
 
