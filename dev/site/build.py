@@ -52,7 +52,8 @@ def stage(root: Path, folder: Path) -> None:
         if path.suffix == ".md" and source != "README.md":
             (folder / page).write_text(with_drawings(convert(source, known, root), path.parent))
         elif path.suffix == ".ipynb":
-            (folder / page).write_text(notebook_page(path, folder))
+            text = notebook_page(path, folder)
+            (folder / page).write_text(convert(source, known, root, text))
         elif path.suffix not in (".md", ".py"):
             shutil.copy(path, folder / page)
     shutil.copy(root / "dev/site/style.css", folder / "style.css")

@@ -64,9 +64,9 @@ def with_links(text: str, source: PurePosixPath, pages: Mapping[str, str], root:
     return LINK.sub(change, text)
 
 
-def convert(source: str, pages: Mapping[str, str], root: Path) -> str:
-    """The text of a page."""
-    text = (root / source).read_text()
+def convert(source: str, pages: Mapping[str, str], root: Path, text: str | None = None) -> str:
+    """The text of a page, from its source or, if this is no Markdown, from the text of it."""
+    text = (root / source).read_text() if text is None else text
     path = PurePosixPath(source)
     text = outside(FENCE, text, lambda part: with_links(part, path, pages, root))
     return outside(FENCE, outside(CODE, text, escape), part_blocks)

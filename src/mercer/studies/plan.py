@@ -134,9 +134,11 @@ def show_plan(
     total = sum(c.jobs for c in costs)
     seconds = REST * (flops / speed if flops else bound)
     done = len(records(study, folder))
+    # A budget of time needs no count of operations.
+    counted = f"{shorten(flops)} FLOPs at {shorten(speed)} a second ({where})"
     console.print(
         f"{total} jobs, trials of the tuning included; {done} are done. "
-        f"{shorten(flops)} FLOPs at {shorten(speed)} a second ({where}): about "
+        f"{counted if flops else 'Each has its time'}: about "
         f"{clock(math.ceil(seconds))} for one process"
         + (f"; {jobs} at once share that device" if jobs > 1 else ""),
         soft_wrap=True,
