@@ -89,6 +89,8 @@ def test_flex_attention_runs_a_block_mask():
         (mc.Memory(2), 4, 7, "Memory"),
         (mc.Blocks(3, 6), 9, 9, "Causal"),
         (mc.Blocks(3, 5), 9, 9, "Blocks"),
+        (mc.Blocks(3, 1), 3, 9, "Memory"),
+        (mc.Blocks(3, 1), 4, 9, "Blocks"),
         (mc.Heads([mc.Causal(), mc.Window(8, 0)]), 9, 9, "Causal"),
         (mc.Heads([mc.Causal(), mc.Window(7, 0)]), 9, 9, "Heads"),
         (CausalAcross(), 5, 9, "Causal"),

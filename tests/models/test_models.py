@@ -414,10 +414,6 @@ def test_inputs_that_do_not_fit():
     mask[0, 0] = 0
     with pytest.raises(ValueError, match="segments without padding"):
         model(ids, memory=model.new_memory(3), attention_mask=mask)
-    fixed = make("child2019", system_options={"pattern": "fixed", "stride": 4, "summary": 1})
-    for model_of_blocks in (fixed, make("parmar2018")):
-        with pytest.raises(ValueError, match="padding must be on the right"):
-            model_of_blocks(ids, attention_mask=mask)
     with pytest.raises(ValueError, match="no memory_length"):
         make(memory_length=None).new_memory()
 

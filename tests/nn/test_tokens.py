@@ -274,7 +274,8 @@ def test_a_segment_memory_remembers_the_tokens_too(boundary):
     close(decode(layer, x, ids, (3, 3, 3), mn.SegmentMemory(9)), layer(x, token_ids=ids))
     memory = mn.SegmentMemory(4)
     got = decode(layer, x, ids, (3, 3, 3), memory)
-    close(got[:, 6:], layer(x[:, 2:], token_ids=ids[:, 2:])[:, 4:])
+    # A key that is hidden can still be the neighbour of one that is seen.
+    close(got, layer(x, filter=mc.Blocks(3, 4), token_ids=ids))
 
 
 def test_in_cross_attention_the_ids_are_those_of_the_context():

@@ -250,8 +250,11 @@ class Blocks(Filter):
         return True
 
     def simplify(self, num_queries: int, num_keys: int) -> Filter:
-        if self.oldest(num_keys - 1) <= 0:
+        first, last = num_keys - num_queries, num_keys - 1
+        if self.oldest(last) <= 0:
             return Causal().simplify(num_queries, num_keys)
+        if first // self.length == last // self.length:
+            return Memory(self.memory, first // self.length * self.length)
         return super().simplify(num_queries, num_keys)
 
 

@@ -12,9 +12,9 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ..filters import Filter, Window
+from ..filters import Blocks, Filter, Memory, Window
 from ..kernels import Kernel
-from ..nn import RelativeBiases, RelativeSinusoid, SegmentMemory, layer_windows
+from ..nn import Cache, RelativeBiases, RelativeSinusoid, SegmentMemory, layer_windows
 from ..parallel import Split
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .base import KernelModel, check_ids, embed_places, read_mask, scale_of
@@ -22,7 +22,7 @@ from .block import Block, Weights, norm_of
 from .cache import KernelCache
 from .config import token_kernels
 from .decoding import Decoding, keep_last
-from .filters import with_padding
+from .filters import join, remember, with_padding
 from .lm_config import KernelLMConfig
 from .parts import Place
 
@@ -196,9 +196,10 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
         caches: Sequence[Any] = memory or (cache.each if cache else [None] * len(self.blocks))
         for block, remembered in zip(self.blocks, caches, strict=True):
             assert isinstance(block, Block)
+            seen = self._filter(block, remembered)
             x = block(
                 x,
-                filter=with_padding(block.attention.filter, padding, offset),
+                filter=with_padding(seen, padding, offset),
                 cache=remembered,
                 token_ids=input_ids,
                 offset=offset,
@@ -208,6 +209,16 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
             if keep:
                 hidden.append(x)
         return hidden if keep else [x]
+
+    def _filter(self, block: Block, remembered: Cache | SegmentMemory | None) -> Filter:
+        """What a layer sees: its filter, and of earlier segments the memory alone."""
+        own, length = block.attention.filter, self.config.segment_length
+        if isinstance(remembered, SegmentMemory):
+            return remember(own, Memory(remembered.capacity))
+        if remembered is None or length is None:
+            return own
+        segments = Blocks(length, self.config.memory_length or length)
+        return join(remember(own, segments), segments)
 
     def read_out(
         self, x: Tensor, labels: Tensor | None, keep: int | Tensor, kwargs: dict[str, Any]

@@ -171,7 +171,7 @@ class KernelAttention(nn.Module):
             keys = x if context is None else context
             token_ids = check_ids(token_ids, keys, tokens, self.value_embedding)
             if isinstance(cache, SegmentMemory) and context is None:
-                token_ids = cache.extend_ids(token_ids)
+                token_ids = cache.extend_ids(token_ids, self.reach)
         q, k, v, seen = self.parts(
             x, context, filter=filter, cache=cache, token_ids=token_ids, offset=offset
         )
@@ -220,6 +220,11 @@ class KernelAttention(nn.Module):
         """Whether keys or values of this layer are convolved, so that it needs token ids."""
         return self.tokens is not None and self.tokens.acts_on(self.layer)
 
+    @property
+    def reach(self) -> int:
+        """How many neighbours on each side of a key its token kernel reads."""
+        return self.tokens.size // 2 if self.tokens is not None and self.has_token_kernels else 0
+
     def explain(
         self, x: Tensor, context: Tensor | None = None, *, filter: Filter | None = None
     ) -> Explanation:
@@ -240,7 +245,7 @@ class KernelAttention(nn.Module):
         )  # fmt: skip
         if self.tokens is None or not self.has_token_kernels:
             return said
-        return replace(said, vicinity=_describe(self.tokens, cut, fused))
+        return replace(said, vicinity=self.tokens.describe(cut, fused))
 
     def parts(
         self,
@@ -268,9 +273,9 @@ class KernelAttention(nn.Module):
         if isinstance(cache, SegmentMemory):
             if offset is not None:
                 raise ValueError("a SegmentMemory takes no offset: segments must have no padding")
-            before = cache.seen - cache.length
-            whole = cache.extend(x)
-            places = torch.arange(before, before + whole.shape[1], device=x.device)
+            whole = cache.extend(x, self.reach)
+            filter = cache.visible(filter, whole, x.shape[1])
+            places = torch.arange(cache.seen - whole.shape[1], cache.seen, device=x.device)
             q = self._queries(x, places[whole.shape[1] - x.shape[1] :])
             return q, *self._keys_and_values(whole, places, token_ids), filter
         if places is None:
@@ -339,11 +344,3 @@ class KernelAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"value={self.value_function!r}, filter={self.filter}, symmetric={self.tied}"
-
-
-def _describe(tokens: TokenKernels, cut: int, fused: bool) -> str:
-    what = {"k": "keys", "v": "values", "kv": "keys and values"}[tokens.on]
-    near = "no key" if not cut else "the nearest key" if cut == 1 else f"the {cut} nearest keys"
-    said = f"{what} by {tokens.size} taps a token; a query sees {near} cut"
-    said = f"{said} ({tokens.boundary}), beside the call below" if cut else said
-    return f"{said}; all of it is one function around flash attention" if fused else said

@@ -7,6 +7,9 @@ import copy
 import torch
 from torch import Tensor
 
+from ..filters import Causal, Filter, Memory
+from ..filters.placed import place
+from ..filters.places import Places
 from ..memory.growing import Growing
 from ..term.features import Features
 from ..tokenwise.decoding import Convolved
@@ -136,7 +139,10 @@ class Cache:
 
 
 class SegmentMemory:
-    """The hidden states of the last `length` places, without gradient (Transformer-XL)."""
+    """The hidden states of the last `length` places, without gradient (Transformer-XL).
+
+    A layer with token kernels also keeps the few states before them that the taps read.
+    """
 
     def __init__(self, length: int) -> None:
         if length < 0:
@@ -150,20 +156,35 @@ class SegmentMemory:
     def length(self) -> int:
         return 0 if self._states is None else self._states.shape[1]
 
-    def extend(self, x: Tensor) -> Tensor:
-        """The memory followed by x, [B, M + T, C]; then x is added to the memory."""
+    def extend(self, x: Tensor, reach: int = 0) -> Tensor:
+        """The memory followed by x, [B, M + T, C]; then x is added to the memory.
+
+        `reach` is how many places before a key its taps read.
+        """
         if self._states is not None and self._states.shape[0] != x.shape[0]:
             raise ValueError(
                 f"the memory holds {self._states.shape[0]} sequences, got {x.shape[0]}"
             )
         whole = x if self._states is None else torch.cat([self._states, x], 1)
-        self._states = whole[:, max(whole.shape[1] - self.capacity, 0) :].detach()
+        self._states = self._last(whole, reach).detach()
         self.seen += x.shape[1]
         return whole
 
-    def extend_ids(self, token_ids: Tensor) -> Tensor:
+    def extend_ids(self, token_ids: Tensor, reach: int = 0) -> Tensor:
         """The same for token ids, [B, M + T]."""
         known = self._token_ids
         whole = token_ids if known is None else torch.cat([known, token_ids], 1)
-        self._token_ids = whole[:, max(whole.shape[1] - self.capacity, 0) :]
+        self._token_ids = self._last(whole, reach)
         return whole
+
+    def visible(self, filter: Filter, whole: Tensor, new: int) -> Filter:
+        """The filter of the sequence for the states that `extend` gave; queries are the new."""
+        num_keys = whole.shape[1]
+        if num_keys > self.capacity + new:
+            shown = Memory(self.capacity)
+            filter = shown if isinstance(filter, Causal) else filter & shown
+        places = Places(self.seen - new, self.seen - num_keys, new, num_keys)
+        return filter if places.usual else place(filter, places, whole.device)
+
+    def _last(self, whole: Tensor, reach: int) -> Tensor:
+        return whole[:, max(whole.shape[1] - self.capacity - reach, 0) :]

@@ -221,8 +221,9 @@ class GaussianAttention(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         new, first = x.shape[1], 0
         if isinstance(cache, SegmentMemory):
-            first = cache.seen - cache.length
             x = cache.extend(x)
+            first = cache.seen - x.shape[1]
+            filter = cache.visible(filter, x, new)
         f = v = self._heads(x)
         if self.value_embedding is not None and token_ids is not None:
             v = f + self._heads(self.value_embedding(token_ids).to(x.dtype))

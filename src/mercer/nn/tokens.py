@@ -227,6 +227,14 @@ class TokenKernels(nn.Module):
             kernels.weight.copy_(both[:, :, ["kv".index(target) for target in on]])
         return kernels
 
+    def describe(self, cut: int, fused: bool) -> str:
+        """How a layer uses them, where a query sees the taps of its `cut` nearest keys cut."""
+        what = {"k": "keys", "v": "values", "kv": "keys and values"}[self.on]
+        near = "no key" if not cut else "the nearest key" if cut == 1 else f"the {cut} nearest keys"
+        said = f"{what} by {self.size} taps a token; a query sees {near} cut"
+        said = f"{said} ({self.boundary}), beside the call below" if cut else said
+        return f"{said}; all of it is one function around flash attention" if fused else said
+
     def extra_repr(self) -> str:
         return (
             f"{self.vocab_size}, {self.size}, on={self.on!r}, heads={self.heads}, "

@@ -91,7 +91,7 @@ def read_call(
         keys = x if context is None else context
         token_ids = check_ids(token_ids, keys, tokens, layer.value_embedding)
         if isinstance(cache, SegmentMemory) and context is None:
-            token_ids = cache.extend_ids(token_ids)
+            token_ids = cache.extend_ids(token_ids, getattr(layer, "reach", 0))
     if isinstance(layer, GaussianAttention):
         q, k, v, seen = layer.parts(x, filter=filter, cache=cache, token_ids=token_ids)
     else:
