@@ -118,6 +118,7 @@ def test_every_kernel_and_filter_as_in_one_process(size):
 def wrong():
     """What is said about each misuse."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
     split = Split(mesh["context"], T)
@@ -138,6 +139,13 @@ def wrong():
         lambda: attend(split=ring, dropout_p=0.1),
         lambda: attend(mc.Linear(signed=True), split=ring, backend="reference"),
     ]
+
+    def under_torchs():
+        with context_parallel(mesh["context"], buffers=[x.clone()], buffer_seq_dims=[2]):
+            mc.smooth(mc.RBF(), x, x, x)
+
+    calls.append(under_torchs)
+    calls.append(lambda: mc.smooth(mc.RBF(), x, x, x).shape)
     said = []
     for call in calls:
         try:
@@ -157,6 +165,9 @@ SAID = [
     "Documents has ids for 15 keys, but there are 16",
     "a ring drops no weights, but dropout_p is 0.1: take exchange='gather'",
     "may have negative weights, and backend 'reference' gives no sign of their sum",
+    "this call would see that part alone: use mercer.parallel.smooth",
+    # And afterwards it works again.
+    "nothing, but torch.Size([1, 2, 8, 8])",
 ]
 
 

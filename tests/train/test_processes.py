@@ -250,6 +250,14 @@ def test_two_processes_learn_as_one_does(fsdp, shared, alone, tmp_path):
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_share_their_sequences(fsdp, shared, alone, tmp_path):
+    folder = tmp_path / "run"
+    more = {"output": str(folder), "fsdp": fsdp, "context_parallel": 2}
+    assert [status for _, status, *_ in run_together(2, {**shared, **more})] == ["done"] * 2
+    assert_same_curve(folder, alone)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_end_with_the_best_model(fsdp, shared, tmp_path):
     """With a rate so large that a later step is worse than the best."""
     path = tmp_path / "run"

@@ -24,6 +24,7 @@ from .train_options import (
     Cache,
     Clip,
     Compile,
+    ContextParallel,
     Data,
     DataOptions,
     Decay,
@@ -85,18 +86,15 @@ PAIRS = {"options": "system_options", "sets": "overrides", "data_options": "data
 # Options that a task does not take.
 UNFIT = {
     "lm": {"smoothing", "beams"},
-    "translation": {"evaluate_by"},
-    "vision": {"tokenizer", "length", "evaluate_by", "beams", "no_samples"},
-    "recall": {
-        "data",
-        "tokenizer",
-        "cache",
-        "evaluate_by",
-        "beams",
-        "smoothing",
-        "no_samples",
+    "translation": {"evaluate_by", "context_parallel"},
+    "vision": {
+        "tokenizer", "length", "evaluate_by", "beams", "no_samples", "context_parallel",
     },
-}
+    "recall": {
+        "data", "tokenizer", "cache", "evaluate_by", "beams", "smoothing", "no_samples",
+        "context_parallel",
+    },
+}  # fmt: skip
 
 
 def _make(task: str, text: str) -> Callable[..., None]:
@@ -135,6 +133,7 @@ def _make(task: str, text: str) -> Callable[..., None]:
         compile: Compile = False,
         device: Device = None,
         fsdp: Fsdp = False,
+        context_parallel: ContextParallel = None,
         workers: Workers = None,
         threads: Threads = None,
         log_every: LogEvery = None,

@@ -119,6 +119,10 @@ Dtype = Annotated[str | None, _option(RUNNING, "float32, or bfloat16 by autocast
 Compile = Annotated[bool, _option(RUNNING, "Compile the model with torch.compile.", "--compile")]
 Device = Annotated[str | None, _option(RUNNING, "cpu or cuda; cuda where there is one.")]
 Fsdp = Annotated[bool, _option(RUNNING, "Shard the model over the processes (FSDP2).", "--fsdp")]
+ContextParallel = Annotated[
+    int | None,
+    _option(RUNNING, "So many processes share each sequence.", "--context-parallel"),
+]
 Workers = Annotated[int | None, _option(RUNNING, "Processes that load data.")]
 Threads = Annotated[int | None, _option(RUNNING, "CPU threads; as many as are free by default.")]
 LogEvery = Annotated[int | None, _option(FILES, "Steps between logs.", "--log-every")]

@@ -8,6 +8,7 @@ from operator import or_
 from typing import NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import Task
@@ -85,6 +86,7 @@ def prepare(
     """Check the arguments of a call; raise ValueError if they do not fit together."""
     if not isinstance(kernel, Kernel):
         raise ValueError(f"kernel must be a Kernel, got {type(kernel).__name__}")
+    _check_whole()
     check_options(filter, backend, dropout_p)
     q, k = _features("q", q), _features("k", k)
     v = _features("v", v).part("content")
@@ -121,6 +123,15 @@ def prepare(
         kernel=kernel, q=q, k=k, v=v, filter=filter, batch=batch,
         dropout_p=float(dropout_p), log_mass=log_mass, causal=causal, places=said,
     )  # fmt: skip
+
+
+def _check_whole() -> None:
+    """Raise under torch's `context_parallel()`, which puts a function in place of torch's own."""
+    if str(F.scaled_dot_product_attention.__module__).startswith("torch.distributed."):
+        raise ValueError(
+            "under torch's context_parallel() a process has a part of each sequence, and this call "
+            "would see that part alone: use mercer.parallel.smooth, without context_parallel()"
+        )
 
 
 def _check_kernel(kernel: Kernel) -> None:

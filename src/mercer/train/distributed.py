@@ -2,6 +2,7 @@
 
 Processes come from torchrun or accelerate. Gradients are averaged by DDP, which accelerate wraps
 around the model, or the model is sharded by FSDP2 (`fully_shard`), on GPUs and on CPUs alike.
+Beside both, processes may share their sequences (`mercer.parallel`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 
@@ -129,9 +131,22 @@ class Spread(nn.Module):
         self.module.set_requires_gradient_sync(now)  # type: ignore[operator]
 
 
+def sharing(team: Team, number: int) -> DeviceMesh | None:
+    """The `number` processes that share their sequences with this one; None for one; collective."""
+    if team.size % number:
+        raise ValueError(
+            f"context_parallel {number} does not divide the number of processes of the run, "
+            f"{team.size}: torchrun --nproc-per-node {number} -m mercer train lm …"
+        )
+    if number == 1:
+        return None
+    shape = (team.size // number, number)
+    mesh = init_device_mesh(team.device.type, shape, mesh_dim_names=("data", "context"))
+    return mesh["context"]
+
+
 def spread(model: nn.Module, team: Team) -> None:
     """Shard a model in place over all processes, each layer as one unit."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     if team.size == 1 or not dist.is_initialized():

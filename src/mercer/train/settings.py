@@ -30,12 +30,12 @@ SCHEDULES = ("cosine", "inverse-sqrt")
 FREE = (
     "output", "resume", "log_every", "eval_every", "save_every", "keep", "samples", "threads",
     "grown_from", "tensorboard", "accumulate", "workers", "fsdp", "device", "cache", "split",
-    "trust_kernels",
+    "trust_kernels", "context_parallel",
 )  # fmt: skip
 
 WHOLE = (
     "steps", "batch", "length", "accumulate", "log_every", "eval_every", "save_every", "keep",
-    "beams", "eval_items", "threads", "grown_from", "patience",
+    "beams", "eval_items", "threads", "grown_from", "patience", "context_parallel",
 )  # fmt: skip
 
 # Settings with text that may name classes of one's own, as `own.py` reads it.
@@ -113,6 +113,8 @@ class Settings:
     compile: bool = False
     device: str | None = None
     fsdp: bool = False
+    # So many processes share a sequence, each with a part of its tokens.
+    context_parallel: int = 1
     workers: int = 0
     # CPU threads; None: as many as are free, chosen once.
     threads: int | None = None
@@ -241,6 +243,7 @@ class Settings:
             raise ValueError(
                 f"batch must be a multiple of accumulate, got {self.batch} and {self.accumulate}"
             )
+        self._check_parts()
         for name, given in (("patience", self.patience), ("schedule", self.schedule)):
             if given not in (None, "cosine") and (self.time is not None or self.steps is None):
                 raise ValueError(
@@ -248,6 +251,24 @@ class Settings:
                 )
         if self.resume and self.output is None:
             raise ValueError("resume needs output, the folder of the run")
+
+    def _check_parts(self) -> None:
+        """A sequence is cut into two chunks for each process that shares it."""
+        number = self.context_parallel
+        if number == 1:
+            return
+        if self.task != "lm":
+            raise ValueError(
+                f"context_parallel splits the sequences of language models, not of the task "
+                f"{self.task}"
+            )
+        if self.length is not None and self.length % (2 * number):
+            raise ValueError(
+                f"context_parallel {number} cuts a sequence into {2 * number} chunks, which do not "
+                f"divide the length of {self.length}"
+            )
+        if self.compile:
+            raise ValueError("compile and context_parallel exclude each other: give one of them")
 
     @property
     def free(self) -> tuple[str, ...]:

@@ -20,11 +20,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from ..inspect import stored_bandwidths
+from ..parallel import Split
 from .best import Patience
 from .board import Board
 from .checkpoints import Checkpoints
 from .conductor import Conductor
-from .distributed import Spread, Team, Watch, spread
+from .distributed import Spread, Team, Watch, sharing, spread
 from .folder import Folder
 from .judge import Judge
 from .optimiser import make_optimizer, rate_after
@@ -87,9 +88,12 @@ class KernelTrainer(Trainer):
         self._step_loss: Tensor | None = None
         self._norm: Tensor = torch.zeros(())
         assert settings.batch is not None
+        together = settings.context_parallel
+        self.sharing = sharing(team, together)
+        # Processes that share sequences get the same items.
         self.order = Order(
             batch=settings.batch, steps=settings.steps or ENDLESS, accumulate=settings.accumulate,
-            rank=team.rank, processes=team.size,
+            rank=team.rank // together, processes=team.size // together,
         )  # fmt: skip
         super().__init__(
             model=model,
@@ -129,7 +133,7 @@ class KernelTrainer(Trainer):
         batches = [b for _, b in zip(range(num_batches), epoch_iterator, strict=False)]
         targets = sum(self.task.count_targets(batch) for batch in batches)
         tokens = sum(self.task.count_tokens(batch) for batch in batches)
-        total = self.team.sum([targets, tokens])
+        total = self.team.sum([targets, tokens]) / self.settings.context_parallel
         self._tokens = total[1]
         self._step_loss = None
         return batches, total[0]
@@ -138,10 +142,14 @@ class KernelTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """This micro-batch's share of the mean over all targets of the step."""
-        outputs = model(**inputs)
+        more = {}
+        if self.sharing is not None:
+            more["split"] = Split(self.sharing, inputs["input_ids"].shape[1])
+        outputs = model(**inputs, **more)
         loss = self.task.loss(outputs, inputs)
         if num_items_in_batch is not None:
-            # DDP and FSDP2 average over processes, so the share is multiplied by their number.
+            # DDP and FSDP2 average over processes, so the share is multiplied by their number. The
+            # loss of a part of a sequence is a share of the mean already.
             share = self.task.count_targets(inputs) * self.team.size / num_items_in_batch
             loss = loss * share.to(loss.dtype)
         return (loss, outputs) if return_outputs else loss

@@ -97,7 +97,7 @@ def _settings(
     # A model of a run may be scored after it was copied or resumed: nothing of the run is touched.
     changes: dict[str, Any] = {
         "output": None, "resume": False, "eval_items": None, "fsdp": False, "compile": False,
-        "accumulate": 1, "split": "valid",
+        "accumulate": 1, "context_parallel": 1, "split": "valid",
     }  # fmt: skip
     changes["batch"] = None if own.batch is None else max(1, own.batch // own.accumulate)
     if data is not None:
