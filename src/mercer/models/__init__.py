@@ -18,6 +18,7 @@ from .images import KernelImageProcessor as KernelImageProcessor
 from .llama import from_llama as from_llama
 from .lm import KernelLM as KernelLM
 from .lm_config import KernelLMConfig as KernelLMConfig
+from .multimodal import MultimodalTransformer as MultimodalTransformer
 from .translator import KernelTranslator as KernelTranslator
 from .translator_config import KernelTranslatorConfig as KernelTranslatorConfig
 from .vit import KernelViT as KernelViT
