@@ -119,6 +119,38 @@ def test_published_token_kernels_need_no_model(invoke, place, tmp_path):
     assert page.stat().st_size > 10_000
 
 
+def test_a_patched_model_is_read_with_a_text(invoke, place, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from mercer import nn
+    from mercer.integrations import hf
+
+    tokenizer = use.load(place / "leng", device="cpu").tokenizer
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    hf.patch(model, "RBF(heads=4)", token_kernels=nn.TokenKernels.like(model, size=3, on="v"))
+    hf.save(model, tmp_path / "llama")
+    done = invoke(str(tmp_path / "llama"), "--text", "novel.txt", columns=300)
+    assert done.exit_code == 2
+    assert "has no tokenizer" in done.output
+    tokenizer.save_pretrained(tmp_path / "llama")
+    done = invoke(str(tmp_path / "llama"), columns=300)
+    assert done.exit_code == 2
+    assert "give one with --text" in done.output
+    done = invoke(str(tmp_path / "llama"), "--text", "novel.txt", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert len(found["heads"]) == 8
+    assert found["heads"][0]["kernel"].startswith("exp(-|q - k|^2")
+    assert len(found["tokens"]) == 300
+    page = tmp_path / "page.html"
+    done = invoke(str(tmp_path / "llama"), "--text", "novel.txt", "--output", str(page))
+    assert done.exit_code == 0, done.output
+
+
 def test_every_token_has_a_text_of_its_own():
     tokenizer = tokens.spell_bytes()
     words = use.reading.spell(tokenizer, 260)

@@ -29,8 +29,8 @@ def run_inspect(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="The folder of a run or of a saved model; or `published` and the file of the "
-            "authors' token kernels.",
+            help="The folder of a run, of a saved model or of a patched Hugging Face model; or "
+            "`published` and the file of the authors' token kernels.",
             metavar="MODEL…",
             show_default=False,
         ),
@@ -125,7 +125,10 @@ def run_inspect(
                     path = _file(name, "published")
                     found.append(use.read_published(path, tokenizer, progress=say, **given))
                     continue
-                trained = use.load(name, device=device, trust_kernels=trust_kernels, say=_say)
+                if use.is_patched(name):
+                    trained = use.load_patched(name, device=device, trust_kernels=trust_kernels)
+                else:
+                    trained = use.load(name, device=device, trust_kernels=trust_kernels, say=_say)
                 report = use.read(
                     trained, context=context, places=places, rows=output is not None,
                     progress=say, **given,

@@ -4,6 +4,7 @@ from .classify import Guess, classify
 from .evaluate import Judged, evaluate, words
 from .generate import generate
 from .load import Trained, load
+from .patched import is_patched, load_patched
 from .reading import read, read_published
 from .translate import translate
 
@@ -14,7 +15,9 @@ __all__ = [
     "classify",
     "evaluate",
     "generate",
+    "is_patched",
     "load",
+    "load_patched",
     "read",
     "read_published",
     "translate",

@@ -216,12 +216,14 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     if not text.strip():
         return []
     (codes,) = choose_encoder(tokenizer)([text])
-    start = tokenizer.eos_token_id
+    start = tokenizer.bos_token_id
+    start = tokenizer.eos_token_id if start is None else start
     return [*([] if start is None else [start]), *(int(n) for n in codes)][:TEXT]
 
 
 def _context(trained: Trained, given: int | None, length: int) -> int:
-    most = getattr(trained.model, "most_places", None)
+    config = trained.model.config
+    most = getattr(trained.model, "most_places", getattr(config, "max_position_embeddings", None))
     if given is not None:
         if given < 2 or (most is not None and given > most):
             end = "" if most is None else f" and at most {most}, where the model's positions end"
