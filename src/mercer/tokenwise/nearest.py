@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +29,10 @@ def rows(x: Tensor, first: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Column:
-    """One term of query n and key first + n, `away` places before it."""
+    """One term of each query and the key that is `away` places before it."""
 
     term: Term
-    first: int
+    pick: Callable[[Tensor], Tensor]  # from [B, H, K, …] to these keys, [B, H, Q, …]
     away: int
     seen: Tensor  # [B or 1, 1, Q]
     value: Tensor  # [B, H, Q, V]
@@ -54,11 +55,11 @@ class Column:
 
     def score(self, f: Factor, wide: torch.dtype) -> Tensor:
         """s of a factor, as in `blocks`."""
-        q, count = f.q.to(wide), f.q.shape[2]
-        k = torch.where(self.seen[..., None], rows(f.k, self.first, count).to(wide), 0.0)
+        q = f.q.to(wide)
+        k = torch.where(self.seen[..., None], self.pick(f.k).to(wide), 0.0)
         s = (q * repeat(k, k.shape[0], q.shape[1])).sum(-1)
         if (col := f.col) is not None:
-            col = torch.where(self.seen, rows(col, self.first, count).to(wide), 0.0)
+            col = torch.where(self.seen, self.pick(col).to(wide), 0.0)
             s = s + repeat(col, col.shape[0], max(q.shape[1], col.shape[1]))
         s = s * (f.scale[..., 0] if isinstance(f.scale, Tensor) else f.scale)
         if (row := f.row) is not None:

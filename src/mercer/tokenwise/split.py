@@ -8,7 +8,9 @@ are mixed by their masses, so memory is linear in the length.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +19,13 @@ from torch import Tensor
 from ..backends.tokenwise.taps import Convolution
 from ..dispatch.problem import Problem
 from ..filters import And, Causal, Earlier, Filter, Full, Memory, Padding, Window
+from ..filters.placed import place
 from ..smoother import solve
 from ..term.features import Features
 from ..term.layout import repeat
 from ..term.mix import Smoothed
 from .nearest import Column, average, rows
+from .ordered import Ordered
 from .taps import convolve, cut, joined
 
 
@@ -32,6 +36,7 @@ class Vicinity:
     problem: Problem
     convolution: Convolution
     first: int = 0  # the place of the first key
+    ordered: Ordered | None = None  # where places are said, other than consecutive to the last key
 
     def seen(self, away: int | None) -> Problem:
         """The problem with the keys and values that a query `away` places later sees."""
@@ -46,6 +51,8 @@ class Vicinity:
     def _convolved(self, x: Tensor, taps: Tensor, away: int | None) -> Tensor:
         _, _, normalize, boundary = self.convolution
         first, kernel = cut(taps, normalize, boundary, away)
+        if self.ordered is not None:
+            return self.ordered.convolve(in_heads(x, taps), first, kernel, self.problem.filter)
         joins = joined(self.problem.filter, self.first, x.shape[2], taps.shape[-1] // 2, x.device)
         return convolve(in_heads(x, taps), first, kernel, joins)
 
@@ -54,7 +61,10 @@ class Vicinity:
         whole = replace(self.seen(None), log_mass=True)
         moved = self.moved(count)
         if moved is None:
-            return solve(replace(whole, filter=whole.filter & Earlier(count)), backend)
+            earlier: Filter = Earlier(count)
+            if self.ordered is not None and whole.places is not None:
+                earlier = place(earlier, whole.places, whole.v.device)
+            return solve(replace(whole, filter=whole.filter & earlier), backend)
         first = slice(None, whole.k.length - count)
         short = replace(whole, k=sliced(whole.k, first), v=whole.v[:, :, first], filter=moved)
         return self.before(short, backend)
@@ -62,7 +72,7 @@ class Vicinity:
     def moved(self, count: int) -> Filter | None:
         """The filter without the nearest keys; queries align with the last key that they see."""
         whole = self.problem
-        if whole.kernel.relative:
+        if whole.kernel.relative or self.ordered is not None:
             return None
         num_queries, num_keys = whole.q.length, whole.k.length
         return _moved(whole.filter.simplify(num_queries, num_keys), count, num_queries, num_keys)
@@ -93,25 +103,34 @@ class Vicinity:
 
     def near(self, count: int) -> Smoothed | None:
         """The `count` nearest keys of each query; None if the kernel has no lowering."""
-        whole, call = self.problem, self._last(self.problem.q.length + 2 * count)
-        num_queries = whole.q.length
-        start = self.first + whole.k.length - num_queries
-        filter, device = whole.filter, whole.v.device
-        places = torch.arange(start, start + num_queries, device=device)
-        b = torch.arange(filter.batch or 1, device=device)[:, None, None]
+        whole, num_queries = self.problem, self.problem.q.length
+        call = self if self.ordered is not None else self._last(num_queries + 2 * count)
         columns: list[Column] = []
         for away in range(count):
             here = call.seen(away)
-            seen = filter.sees(b, places, (places - away).clamp(min=0), start)
-            seen = torch.as_tensor(seen, device=device) & (places >= away)
             terms = here.kernel.terms(here.q, here.k)
             if not terms:
                 return None
-            first, length = start - away - call.first, here.k.length
-            resolved = [term.resolve(num_queries, length, causal=True) for term in terms]
-            value = torch.where(seen[..., None], rows(here.v, first, num_queries), 0.0)
-            columns += [Column(term, first, away, seen, value) for term in resolved]
+            resolved = [term.resolve(num_queries, here.k.length, causal=True) for term in terms]
+            pick, seen = self._beside(away, call.first)
+            value = torch.where(seen[..., None], pick(here.v), 0.0)
+            columns += [Column(term, pick, away, seen, value) for term in resolved]
         return average(columns, count, whole)
+
+    def _beside(self, away: int, first: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """The key `away` places before each query, as `rows` takes it, and whether it is seen."""
+        filter, num_queries = self.problem.filter, self.problem.q.length
+        start, device = self.first + self.problem.k.length - num_queries, self.problem.v.device
+        here = torch.arange(start, start + num_queries, device=device)
+        pick: Callable[[Tensor], Tensor]
+        if self.ordered is None:
+            pick = partial(rows, first=start - away - first, count=num_queries)
+            keys, there = (here - away).clamp(min=0), here >= away
+        else:
+            pick, numbers, found = self.ordered.before(away)
+            keys, there = numbers[:, None], found[:, None]
+        b = torch.arange(filter.batch or 1, device=device)[:, None, None]
+        return pick, torch.as_tensor(filter.sees(b, here, keys, start), device=device) & there
 
 
 def _moved(filter: Filter, count: int, num_queries: int, num_keys: int) -> Filter | None:
@@ -135,7 +154,7 @@ def _moved(filter: Filter, count: int, num_queries: int, num_keys: int) -> Filte
 
 
 def with_content(k: Features, content: Tensor) -> Features:
-    return Features(**dict(k.items()) | {"content": content})
+    return Features(**dict(k.items()) | {"content": content}).at(k.places)
 
 
 def in_heads(x: Tensor, taps: Tensor) -> Tensor:

@@ -31,11 +31,13 @@ from ..dispatch.problem import Problem, prepare
 from ..filters import Causal, Filter
 from ..filters.base import can_read
 from ..filters.mask import masks_of
+from ..filters.places import Where
 from ..kernels import Exponential, Kernel
 from ..smoother import finish, solve
 from ..term.features import Input
 from ..term.mix import Smoothed, mix
 from .definition import reference
+from .ordered import Ordered
 from .split import Vicinity
 from .taps import Boundary, check_boundary, check_size, check_temperature
 
@@ -45,7 +47,7 @@ def vicinity(
     q: Input, k: Input, v: Tensor, *, key_taps: Tensor | None = ...,
     value_taps: Tensor | None = ..., normalize: float | None = ..., boundary: Boundary = ...,
     kernel: Kernel = ..., filter: Filter = ..., backend: str = ..., dropout_p: float = ...,
-    return_log_mass: Literal[False] = ...,
+    return_log_mass: Literal[False] = ..., places: Where | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def vicinity(
     q: Input, k: Input, v: Tensor, *, key_taps: Tensor | None = ...,
     value_taps: Tensor | None = ..., normalize: float | None = ..., boundary: Boundary = ...,
     kernel: Kernel = ..., filter: Filter = ..., backend: str = ..., dropout_p: float = ...,
-    return_log_mass: Literal[True],
+    return_log_mass: Literal[True], places: Where | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -72,6 +74,7 @@ def vicinity(
     backend: str = "auto",
     dropout_p: float = 0.0,
     return_log_mass: bool = False,
+    places: Where | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Smooth over keys and values that are small convolutions of their neighbours.
 
@@ -81,13 +84,18 @@ def vicinity(
         normalize: None uses taps as they are; a number T: softmax(taps / T) over visible taps.
         boundary: which taps a query sees near itself: none, left, truncate or shrink.
         kernel, filter, backend, dropout_p, return_log_mass: as in `smooth`.
+        places: as in `smooth`; tap d of a key reads the key at its place + d.
     """
-    problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend)
+    problem = prepare(kernel, q, k, v, filter, dropout_p, return_log_mass, backend, places)
     check_boundary(boundary)
-    _check_filter(problem.filter)
+    _check_filter(problem)
     check_temperature("normalize", normalize)
     for name, given in (("key_taps", key_taps), ("value_taps", value_taps)):
         _check_taps(name, given, problem)
+    if problem.places is not None and problem.places.left_out:
+        key_taps, value_taps = (
+            None if x is None else x[:, : problem.k.length] for x in (key_taps, value_taps)
+        )
     convolution = Convolution(key_taps, value_taps, normalize, boundary)
     return finish(problem, lambda: _solve(problem, convolution, backend))
 
@@ -103,31 +111,35 @@ def _solve(problem: Problem, convolution: Convolution, backend: str) -> Smoothed
     if backend == "reference":
         return reference(problem, convolution)
     convolved = convolution.key_taps is not None or convolution.value_taps is not None
-    if convolved and backend == "auto":
+    ordered, said = None, problem.places
+    if convolved and said is not None and said.shift != 0:
+        ordered = Ordered.of(*said.tensors(problem.v.device))
+    elif convolved and backend == "auto":
         found = tokens.run(problem, convolution)
         if found is not None:
             return found
-    call = Vicinity(problem, convolution)
-    count = num_cut(convolution.boundary, problem.filter.causal, convolution.size)
-    if not count:
+    call = Vicinity(problem, convolution, ordered=ordered)
+    count = num_cut(convolution.boundary, problem.causal, convolution.size)
+    if not (count and problem.k.length):
         return Smoothed(*solve(call.seen(None), backend))
     near = call.near(count)
     if near is None:
         # Without a lowering only the definition can run; a named backend refuses.
         choose((), backend)
         return reference(problem, convolution)
-    if problem.k.length <= count:
+    if problem.k.length <= count and ordered is None:
         return near
     return mix([call.far(count, backend), near])
 
 
-def _check_filter(filter: Filter) -> None:
+def _check_filter(problem: Problem) -> None:
     """Refuse a mask for which it is not known which taps a query may see."""
+    filter = problem.filter
     if filter.heads is not None:
         raise ValueError(
             f"token kernels need a filter that is the same for all heads, got {filter!r}"
         )
-    if not filter.causal and any(not can_read(mask.visible) for mask in masks_of(filter)):
+    if not problem.causal and any(not can_read(mask.visible) for mask in masks_of(filter)):
         raise ValueError(
             f"in a compiled graph {filter!r} cannot be read, and token kernels must know whether "
             "it hides the future: join it with Causal(), or do not compile this call"
@@ -141,13 +153,14 @@ def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
         came = list(taps.shape) if isinstance(taps, Tensor) else type(taps).__name__
         raise ValueError(f"{name} must be numbers [B, K, H or 1, S], got {came}")
     batch, length, heads, size = taps.shape
+    num_keys = problem.k.length + (0 if problem.places is None else problem.places.left_out)
     k = problem.k.part("content") if name == "key_taps" else problem.v
     # Compared one by one: torch.compile cannot test a symbolic size with `in`.
-    fits = length == problem.k.length and (batch == 1 or batch == problem.batch)
+    fits = length == num_keys and (batch == 1 or batch == problem.batch)
     if not (fits and (heads == 1 or heads == k.shape[1] or heads == problem.q.heads)):
         allowed = sorted({1, k.shape[1], problem.q.heads})
         raise ValueError(
-            f"{name} must be [{problem.batch}, {problem.k.length}, "
+            f"{name} must be [{problem.batch}, {num_keys}, "
             f"{' or '.join(map(str, allowed))}, S], got {list(taps.shape)}"
         )
     if size % 2 == 0:
