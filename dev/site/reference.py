@@ -12,7 +12,8 @@ PACKAGE = ROOT / "src" / "mercer"
 # What users import. A package says its public names in `__init__`; a file has those without `_`.
 PUBLIC = (
     "nn", "systems", "parse", "models", "models.presets", "models.count", "data", "train", "use",
-    "studies", "inspect", "integrations", "testing", "bench",
+    "studies", "inspect", "integrations", "integrations.hf", "integrations.timm",
+    "integrations.nanochat", "testing", "bench",
 )  # fmt: skip
 # What they reach through these: the inside, whose public names are those of `mercer` itself.
 INSIDE = (
@@ -54,10 +55,11 @@ def is_module(package: str, within: str | None, name: str) -> bool:
 
 
 def parts_of(module: str) -> Iterator[str]:
-    """The module itself, and the files of a package that has no names of its own."""
+    """The module itself, and the files of a package without names or parts of its own."""
     yield module
     path = file_of(module)
-    if path.name == "__init__.py" and not names_of(module):
+    listed = any(m.startswith(f"{module}.") for m in PUBLIC)
+    if path.name == "__init__.py" and not names_of(module) and not listed:
         for file in sorted(path.parent.glob("*.py")):
             if not file.name.startswith("_"):
                 yield f"{module}.{file.stem}"
