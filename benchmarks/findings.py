@@ -83,7 +83,9 @@ def block(name: str, root: Path) -> str:
     place = folder_of(root, name)
     about = json.loads((place / "about.json").read_text())
     versions = [f"{n} {' and '.join(found)}" for n, found in about["versions"].items() if found]
-    budget = ", ".join(f"{n.replace('_', ' ')} {x}" for n, x in about["budget"].items())
+    shown = {n.replace("_", " "): x for n, x in about["budget"].items() if n != "data"}
+    budget = ", ".join(f"{name} {x}" for name, x in shown.items())
+    days = " to ".join(dict.fromkeys((about["from"], about["to"])))
     tuned = "; ".join(f"{n.replace('_', ' ')} {x}" for n, x in about["tuned"].items())
     setting = [
         f"Data: {', '.join(about['data'][:4])}{', …' if len(about['data']) > 4 else ''}.",
@@ -91,7 +93,7 @@ def block(name: str, root: Path) -> str:
         f"Tuned alike for all: {tuned}." if tuned else "",
         f"{about['jobs']} runs, seeds {', '.join(map(str, about['seeds']))}, "
         f"{about['hours']:g} hours in all on {' and '.join(about['devices'])}, "
-        f"{about['from']} to {about['to']}; {', '.join(versions)}; "
+        f"{days}; {', '.join(versions)}; "
         f"commit {' and '.join(about['commits'])}.",
     ]
     # The title is the heading, and the budget is in the setting.
@@ -180,7 +182,8 @@ def with_findings(page: str, text: str, root: Path) -> str:
         text = text.replace(NEXT, new + NEXT)
         text = re.sub(r"(<!-- study: [\w-]+ -->\n)(<!-- end of study -->)", r"\1\n\2", text)
     text = BLOCK.sub(lambda f: f[1] + block(f[2], root) + f[3], text)
-    todo = [f"- `{name}`: {studies.load(name).question}" for name in NAMES if name not in there]
+    # The first study of the list shows how studies work; no paper asks it.
+    todo = [f"- `{name}`: {studies.load(name).question}" for name in NAMES[1:] if name not in there]
     text = MISSING.sub(lambda f: f[1] + "\n".join(todo) + f[2], text)
     return FIGURE.sub(lambda f: f[1] + figure(f[2], f[3], f[4], root) + f[5], text)
 

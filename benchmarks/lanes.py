@@ -28,7 +28,10 @@ from pathlib import Path
 EVERY = 30.0
 # A study saves a checkpoint before it stops.
 GRACE = 40.0
-RESULTS = ("results*.jsonl", "*.md", "jobs/*/metrics.jsonl")
+# What `mercer study NAME --publish` needs, and the curves of every run.
+RESULTS = (
+    "results*.jsonl", "tuning/*/results*.jsonl", "*.md", "*.png", "*.svg", "jobs/*/metrics.jsonl",
+)  # fmt: skip
 
 
 def share_gpu(pipes: Path) -> bool:

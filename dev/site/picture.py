@@ -11,7 +11,7 @@ import torch
 
 import mercer as mc
 
-WIDTH, TOP, LOW, BASE = 760, 20, 215, 300
+WIDTH, TOP, LOW, BASE = 760, 44, 240, 325
 BANDWIDTHS = {0.35: "#2f7fd6", 2.0: "#d9661f"}
 QUERY = 6.2
 
@@ -36,7 +36,7 @@ def main() -> None:
     at_query = torch.tensor([QUERY])
     shape = (1, 1, -1, 1)
     parts = [
-        f'<line x1="{x(QUERY):.1f}" x2="{x(QUERY):.1f}" y1="{TOP}" y2="{BASE}" '
+        f'<line x1="{x(QUERY):.1f}" x2="{x(QUERY):.1f}" y1="{TOP - 36}" y2="{BASE}" '
         'stroke="currentColor" stroke-dasharray="2 4" opacity="0.6"/>',
         f'<line x1="20" x2="{WIDTH - 20}" y1="{BASE}" y2="{BASE}" stroke="currentColor"/>',
     ]
@@ -59,17 +59,17 @@ def main() -> None:
         got = mc.smooth(kernel, at_query.view(shape), k, v).item()
         parts.append(f'<circle cx="{x(QUERY):.1f}" cy="{y(got):.1f}" r="6" fill="{colour}"/>')
     parts += [
-        f'<text x="{x(QUERY) + 8:.1f}" y="{TOP + 10}">a query q</text>',
-        f'<text x="20" y="{TOP + 10}">keys k (place) with values v (height)</text>',
-        f'<text x="20" y="{BASE + 24}">the weights w(q, k): RBF with a bandwidth of '
+        f'<text x="{x(QUERY) + 8:.1f}" y="20">a query q</text>',
+        '<text x="20" y="20">keys k (place) with values v (height)</text>',
+        f'<text x="20" y="{BASE + 28}">weights w(q, k): RBF, bandwidth '
         + " and ".join(
             f'<tspan fill="{c}" font-weight="600">{s}</tspan>' for s, c in BANDWIDTHS.items()
         )
         + "</text>",
     ]
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {BASE + 36}" '
-        'font-family="system-ui, sans-serif" font-size="14" fill="currentColor" color="#667">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {BASE + 40}" '
+        'font-family="system-ui, sans-serif" font-size="21" fill="currentColor" color="#667">'
         + "".join(f"\n  {part}" for part in parts)
         + "\n</svg>\n"
     )

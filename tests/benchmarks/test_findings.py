@@ -108,6 +108,12 @@ def test_one_command_merges_results_and_writes_the_page(script, root):
     assert page.read_text() == text
 
 
+def test_results_without_their_trials_are_refused(script, root):
+    shutil.rmtree(root / "runs" / NAME / "tuning")
+    with pytest.raises(ValueError, match="lacks trials of the tuning"):
+        script["main"]([str(root / "runs")], root)
+
+
 def test_a_figure_that_is_not_in_the_results_fails(script, root):
     page = root / "docs/findings.md"
     assert script["main"]([str(root / "runs")], root) == 0

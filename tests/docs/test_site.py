@@ -65,6 +65,14 @@ def test_the_lists_are_those_of_the_code(site):
     assert {"mercer-train-lm", "mercer-study", "mercer-explain", "mercer-kernels"} <= command
 
 
+def test_examples_and_the_tour_are_pages(site):
+    examples = {f"{path.stem}py" for path in (ROOT / "examples").glob("*.py")}
+    assert examples <= names_in(site / "examples.html")
+    tour = (site / "tour.html").read_text()
+    assert 'src="tour-3.png"' in tour
+    assert 'href="own-kernel.html"' in tour
+
+
 def test_formulas_are_text(site):
     assert "exp(scale &lt;q, k&gt;)" in (site / "kernels.html").read_text()
     assert "&lt;q, k&gt;^degree" in (site / "reference" / "kernels.html").read_text()

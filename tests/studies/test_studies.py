@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mercer import studies
-from mercer.studies import Ledger, Shard, Study, Variant, conduct, curves
+from mercer.studies import Ledger, Record, Row, Shard, Study, Variant, conduct, curves
 from mercer.studies.screen import clock
 from mercer.studies.table import shorten
 
@@ -425,3 +425,22 @@ def test_a_terminal_shows_the_table_as_it_fills(tmp_path):
     studies.run(STUDY, tmp_path, runner=Pretended(), console=console)
     seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
     assert "bits per byte" in seen
+
+
+def test_of_many_rows_the_first_and_the_best_have_a_colour_of_their_own():
+    many = replace(STUDY, systems=[Variant(f"v{n}", system="tsai2019") for n in range(12)])
+    records = [
+        Record(
+            key=f"{n}", study="x", variant=f"v{n}", seed=0, status="done",
+            metrics={"bits_per_byte": 2.0 - 0.1 * n}, parameters=1, flops_per_token=1.0,
+            tokens_per_second=1.0, steps=1, seconds=1.0, finished="2026", settings={},
+        )
+        for n in range(12)
+    ]  # fmt: skip
+    found = [Row(f"v{n}", 1, (record,), many.metric) for n, record in enumerate(records)]
+    looks = curves._choose_looks(many, found)
+    assert [n for n, look in enumerate(looks) if look != curves.REST] == [0, *range(6, 12)]
+    assert len({colour for colour, _ in looks}) == 8
+    assert curves._choose_looks(STUDY, found[:8]) == list(
+        zip(curves.COLOURS, curves.MARKERS, strict=True)
+    )

@@ -13,8 +13,13 @@ from .study import Study
 from .table import Row, best
 
 # Okabe and Ito's colours, which are safe for colour-blind readers.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 MARKERS = "osD^vPX*"
+# Of rows beyond that many colours.
+REST = ("#A6A6A6", "o")
+# Inches for each row, few or many, and at most for a panel of curves.
+PITCH, NARROW, PANEL = 0.42, 0.25, 3.6
+FEW = 16
 
 
 def draw_curves(study: Study, rows: Sequence[Row], path: Path) -> Path | None:
@@ -32,16 +37,21 @@ def draw_curves(study: Study, rows: Sequence[Row], path: Path) -> Path | None:
     }  # fmt: skip
     timed = any(_curve(row, "seconds") for _, row in drawn)
     with plt.rc_context(style):
-        height = max(4.2, 0.42 * len(rows) + 1.6)
+        height = max(4.2, (PITCH if len(rows) <= FEW else NARROW) * len(rows) + 1.6)
         figure = plt.figure(figsize=(10, height), layout="constrained")
-        grid = figure.add_gridspec(2 if timed else 1, 2, width_ratios=(1.35, 1))
+        panel = min(PANEL, height / (1 + timed))
+        heights = [panel, *([panel] if timed else []), max(0.01, height - (1 + timed) * panel)]
+        grid = figure.add_gridspec(len(heights), 2, width_ratios=(1.35, 1), height_ratios=heights)
+        looks = _choose_looks(study, rows)
         try:
-            _draw_ends(figure.add_subplot(grid[:, 0]), study, rows)
+            _draw_ends(figure.add_subplot(grid[:, 0]), study, rows, looks)
             for place, axis in enumerate(("step", "seconds") if timed else ("step",)):
                 axes = figure.add_subplot(grid[place, 1])
-                for n, row in drawn:
+                # Those without a colour of their own are behind the others.
+                for n, row in sorted(drawn, key=lambda pair: looks[pair[0]] != REST):
                     # Later lines are thinner, so that a line below another still shows.
-                    _draw_line(axes, row, axis, *_look(n), width=2.4 - 1.4 * n / len(rows))
+                    width = 0.6 if looks[n] == REST else 2.4 - 1.4 * n / len(rows)
+                    _draw_line(axes, row, axis, *looks[n], width=width)
                 _finish_lines(axes, study, drawn, axis)
             figure.suptitle(study.title or study.name, x=0.01, ha="left", fontweight="bold")
             for kind in ("png", "svg"):
@@ -71,8 +81,19 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _look(n: int) -> tuple[str, str]:
-    return COLOURS[n % len(COLOURS)], MARKERS[n % len(MARKERS)]
+def _choose_looks(study: Study, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """A colour and a marker for each row; of many rows for the first one and the best."""
+    sign = 1 if study.metric.lower_is_better else -1
+    order = sorted(
+        range(1, len(rows)), key=lambda n: (rows[n].mean is None, sign * (rows[n].mean or 0.0))
+    )
+    # Without the last, which is grey, where the rest is grey.
+    number = len(COLOURS) - (len(rows) > len(COLOURS))
+    chosen = sorted([0, *order[: number - 1]])
+    found = [REST] * len(rows)
+    for place, n in enumerate(chosen):
+        found[n] = COLOURS[place], MARKERS[place]
+    return found
 
 
 def _curve(row: Row, axis: str = "step") -> dict[float, list[float]]:
@@ -109,12 +130,14 @@ def _draw_line(axes: Any, row: Row, axis: str, colour: str, marker: str, *, widt
     points = _curve(row, axis)
     places = list(points)
     means = [sum(values) / len(values) for values in points.values()]
+    bands = colour != REST[0]
     axes.fill_between(
         places, [min(v) for v in points.values()], [max(v) for v in points.values()],
-        color=colour, alpha=0.18, linewidth=0,
+        color=colour, alpha=0.14 if bands else 0.0, linewidth=0,
     )  # fmt: skip
     axes.plot(
-        places, means, color=colour, marker=marker, markersize=2 + width, linewidth=width,
+        places, means, color=colour, marker=marker if bands else "", markersize=2 + width,
+        linewidth=width,
         label=row.variant,
     )  # fmt: skip
     if row.diverged and places:
@@ -139,7 +162,9 @@ def _finish_lines(axes: Any, study: Study, drawn: Sequence[tuple[int, Row]], axi
     axes.set_title("mean, and band over seeds", fontsize=8, loc="left")
 
 
-def _draw_ends(axes: Any, study: Study, rows: Sequence[Row]) -> None:
+def _draw_ends(
+    axes: Any, study: Study, rows: Sequence[Row], looks: Sequence[tuple[str, str]]
+) -> None:
     """Each system: its seeds, the mean with its interval, and the paper's figure."""
     sign = 1 if study.metric.lower_is_better else -1
     order = list(range(len(rows)))
@@ -149,7 +174,7 @@ def _draw_ends(axes: Any, study: Study, rows: Sequence[Row]) -> None:
     first = best(rows)
     for place, n in enumerate(order):
         row = rows[n]
-        colour, marker = _look(n)
+        colour, marker = looks[n]
         if row.values:
             axes.plot(
                 row.values, [place] * len(row.values), marker, color=colour, markersize=5, alpha=0.6
@@ -170,7 +195,8 @@ def _draw_ends(axes: Any, study: Study, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(order)), [rows[n].variant for n in order])
     for label, n in zip(axes.get_yticklabels(), order, strict=True):
         # The colours of the curves: no legend is needed.
-        label.set_color(_look(n)[0])
+        # Grey would be too pale to read.
+        label.set_color("#555555" if looks[n] == REST else looks[n][0])
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)

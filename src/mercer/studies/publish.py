@@ -30,7 +30,13 @@ def publish(study: Study, folder: Path, place: Path) -> list[Path]:
     """
     for trial, inside in ((one, Path(TUNING) / one.name) for _, one in points(study)):
         _merge(trial, folder / inside, place / inside)
-    study = replace(study, chosen=choose(study, place) or {})
+    chosen = choose(study, place)
+    if chosen is None:
+        raise ValueError(
+            f"{folder} lacks trials of the tuning, and so what each system was tuned to: its "
+            f"results need those in {folder / TUNING}, too"
+        )
+    study = replace(study, chosen=chosen)
     _merge(study, folder, place)
     # Pictures and an analysis that need the models of the jobs are made where these are.
     if folder.is_dir() and folder.resolve() != place.resolve():
