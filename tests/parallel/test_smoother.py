@@ -1,5 +1,7 @@
 """A sequence split among processes, against one process: outputs and every gradient, in float64."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from catalogue import COMPOSED, DIM, HEADS, KERNELS
@@ -12,14 +14,27 @@ from mercer.testing.cases import Shape, assert_close, double, inputs
 T = 16
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0, 4, 4], [5] * 16])
 MASK = torch.arange(2 * T * T).view(2, 1, T, T) * 7 % 11 < 6
+
+
+@dataclass(frozen=True)
+class Own(mc.Filter):
+    """Even keys, and of the later half of the sequence those that are not later than the query."""
+
+    def sees(self, b, i, j, start):
+        return (j % 2 == 0) & ((i - start < T // 2) | (j <= i))
+
+
 FILTERS = {
     "full": mc.Full(),
+    "own": Own(),
     "causal": mc.Causal(),
     "window": mc.Window(5, 1),
     "window-left": mc.Window(3, 0),
     "memory": mc.Memory(2),
     "memory-from": mc.Memory(3, 6),
     "strided": mc.Strided(3),
+    "heads": mc.filters.Heads([mc.Documents(DOCUMENTS) & mc.Causal(), mc.Memory(1)]),
+    "blocks": mc.filters.Blocks(4, 2),
     "fixed": mc.Fixed(4, 2),
     "padding": mc.Padding([7, 0]),
     "documents": mc.Documents(DOCUMENTS),
@@ -110,9 +125,42 @@ def work():
     return {name: failure for name, failure in failures.items() if failure is not None}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_kernel_and_filter_as_in_one_process(size):
-    assert run(work, size) == [{}] * size
+def everything():
+    return work(), broken(), wrong()
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return run(everything, 2)
+
+
+def test_every_kernel_as_in_one_process(answers):
+    assert [failures for failures, *_ in answers] == [{}] * 2
+
+
+def test_every_filter_as_in_one_process():
+    assert run(work, 4) == [{}] * 4
+
+
+def broken():
+    """Whether a NaN is in the rows that see it, and in no other."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    x = torch.randn(1, HEADS, T, DIM, generator=torch.Generator().manual_seed(0))
+    k = x.clone()
+    k[:, 0, 6] = float("nan")
+    want = mc.smooth(mc.RBF(), x, k, x, filter=mc.Window(3, 0)).isnan()
+    assert want.any(-1).sum() == 4
+    found = []
+    for exchange in ("gather", "ring"):
+        split = Split(mesh, T, exchange=exchange)
+        parts = (split.cut(y, 2) for y in (x, k, x))
+        out = smooth(mc.RBF(), *parts, split=split, filter=mc.Window(3, 0))
+        found.append(torch.equal(out.isnan(), split.cut(want, 2)))
+    return found
+
+
+def test_nan_stays_in_the_rows_that_see_it(answers):
+    assert [found for _, found, _ in answers] == [[True, True]] * 2
 
 
 def wrong():
@@ -171,8 +219,8 @@ SAID = [
 ]
 
 
-def test_misuse_is_named():
-    for answers in run(wrong, 2):
-        assert len(answers) == len(SAID)
-        for got, want in zip(answers, SAID, strict=True):
+def test_misuse_is_named(answers):
+    for *_, said in answers:
+        assert len(said) == len(SAID)
+        for got, want in zip(said, SAID, strict=True):
             assert want in got

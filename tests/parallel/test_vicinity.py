@@ -83,9 +83,21 @@ def work():
     return {name: failure for name, failure in failures.items() if failure is not None}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_token_kernels_as_in_one_process(size):
-    assert run(work, size) == [{}] * size
+def everything():
+    return work(), wrong()
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return run(everything, 2)
+
+
+def test_token_kernels_as_in_one_process(answers):
+    assert [failures for failures, _ in answers] == [{}] * 2
+
+
+def test_three_processes_have_chunks_in_the_middle():
+    assert run(work, 3) == [{}] * 3
 
 
 def wrong():
@@ -106,8 +118,8 @@ def wrong():
     return said
 
 
-def test_misuse_is_named():
-    for said in run(wrong, 2):
+def test_misuse_is_named(answers):
+    for _, said in answers:
         assert "value_taps must be those of all 8 tokens" in said[0]
         assert "token kernels of size 5 read 3 tokens beside a chunk, but Split(8 tokens" in said[1]
         assert "token kernels need a filter that is the same for all heads" in said[2]

@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "mercer", "mercer.parallel"])
+CONTEXT.set_forkserver_preload(["mercer.parallel", "mercer.models", "mercer.testing"])
 
 
 def _work(rank, size, port, function, arguments, answers):

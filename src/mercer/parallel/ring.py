@@ -2,9 +2,9 @@
 
     out_i = sum_p share_ip out_ip,  share_ip = m_ip / sum_p m_ip
 
-for parts p of the keys with masses m_ip. At a time a process holds its own keys and those of one
-other process. The backward sends the keys round again, computes each part anew, and their gradients
-travel with them. With g the gradient of out and h that of log_mass, part p gets
+for parts p of the keys with masses m_ip. A process holds its own keys, those that it reads, and
+those that arrive. The backward sends the keys round again with their gradients, and computes each
+part anew. With g the gradient of out and h that of log_mass, part p gets
 
     d out_ip = share_ip g_i,  d log m_ip = share_ip (<g_i, out_ip - out_i> + h_i)
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.problem import prepare
-from ..filters import Filter
+from ..filters import Filter, Heads
 from ..filters.base import And, Or, Span
 from ..filters.data import Tabled
 from ..kernels import Kernel
@@ -103,7 +103,7 @@ def hides(filter: Filter, q: Chunk, k: Chunk) -> bool:
     """Whether no query sees any key, as far as it is known without waiting for a GPU."""
     if isinstance(filter, And):
         return any(hides(each, q, k) for each in filter.filters)
-    if isinstance(filter, Or):
+    if isinstance(filter, Or | Heads):
         return all(hides(each, q, k) for each in filter.filters)
     if isinstance(filter, Tabled) and not filter.table.is_cpu:
         return False

@@ -35,7 +35,8 @@ class Split:
         length: of the whole sequence; the number of chunks divides it.
         balanced: head and tail for each process, for causal filters.
         exchange: how keys and values come to the queries: "gather" brings them all to every
-            process, "ring" passes them on, so that a process holds two parts of them at a time.
+            process. "ring" passes them on: a process holds its own, those that it reads, and those
+            that arrive.
     """
 
     def __init__(
