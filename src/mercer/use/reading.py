@@ -21,7 +21,7 @@ from ..nn import TokenKernels
 from .load import Trained
 
 # The most tokens of a text on a page, and the most that heads are measured on.
-TEXT, MEASURED = 20_000, 4096
+TEXT, MEASURED = 20_000, 2048
 # The longest window by itself, and the most weights of rows on a page.
 CONTEXT, WEIGHTS = 1024, 90_000
 

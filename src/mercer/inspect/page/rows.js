@@ -103,7 +103,7 @@ function viewRows(model) {
   const first = rows.places[0], last = rows.places[rows.places.length - 1];
   requestAnimationFrame(() => { text.scrollTop = nodes[state.place].offsetTop - text.clientHeight / 2; });
   return [
-    el("p", { class: "lead" }, `Choose a token with a line below it (${whole(first)} to ${whole(last)}) to see which tokens it looks at. Darker is more. The weights are exact; up to ${rows.most} of each row are here, the largest.`),
+    el("p", { class: "lead" }, `Choose a token with a line below it (${whole(first)} to ${whole(last)}) to see which tokens it looks at. The stronger the shade, the larger the weight. The weights are exact; up to ${rows.most} of each row are here, the largest.`),
     el("div", { class: "controls" }, layers),
     grid,
     el("div", { class: "split reading" }, text, answer),

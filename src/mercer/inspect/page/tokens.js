@@ -99,5 +99,5 @@ function inText(model, all) {
     more.textContent = `Show ${whole(Math.min(2000, model.ids.length - state.shown))} more tokens`;
   }
   add();
-  return el("div", {}, el("p", { class: "unit" }, `The darker a token, the more its kernel deviates; the darkest stands for ${format(top)}.`), text, more);
+  return el("div", {}, el("p", { class: "unit" }, `The stronger the shade, the more a token's kernel deviates; the strongest stands for ${format(top)}.`), text, more);
 }
