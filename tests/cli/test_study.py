@@ -1,5 +1,6 @@
 """The command `mercer study`, with a fake trainer."""
 
+import json
 import math
 import sys
 from types import SimpleNamespace
@@ -60,6 +61,17 @@ def test_a_file_runs_and_its_table_is_shown_again(place):
     again = call("mine.py", "--table")
     assert again.exit_code == 0
     assert "2.510 ± 0.014" in again.output
+    told = json.loads(call("mine.py", "--table", "--json").output)
+    assert [row["wanted"] for row in told["rows"]] == [2] * len(told["rows"])
+    assert any(row["mean"] == pytest.approx(2.51) for row in told["rows"])
+    refused = call("mine.py", "--json")
+    assert (refused.exit_code, "--json needs --table, or list" in refused.output) == (2, True)
+
+
+def test_the_list_is_there_as_json():
+    told = {study["name"]: study for study in json.loads(call("list", "--json").output)}
+    assert told["quick"]["jobs"] == 12
+    assert told["twikers-bias-tags"]["data"] == "style/ud-ewt"
 
 
 def test_shards_seeds_and_output(place):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -69,6 +70,9 @@ def run_study(
             metavar="FOLDER",
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --table or list: print JSON, for programs.")
+    ] = False,
     source: Annotated[
         bool, typer.Option("--source", help="Print the study's file, as a start for your own.")
     ] = False,
@@ -85,8 +89,14 @@ def run_study(
 
     console = Console(highlight=False)
     try:
-        if study is None or study == "list":
-            studies.list_studies(console)
+        listed = study is None or study == "list"
+        if as_json and not (listed or table):
+            raise ValueError("--json needs --table, or list")
+        if study is None or listed:
+            if as_json:
+                typer.echo(json.dumps(studies.describe_studies(), indent=2))
+            else:
+                studies.list_studies(console)
             return
         if source:
             typer.echo(studies.find(study).read_text(encoding="utf-8"), nl=False)
@@ -106,7 +116,10 @@ def run_study(
             found, notes, files = studies.look_up(chosen, folder, wanted)
             if not files:
                 raise ValueError(f"there are no results of this study in {folder} yet")
-            studies.show(console, chosen, found, notes, files)
+            if as_json:
+                typer.echo(json.dumps(studies.as_data(chosen, found, notes), indent=2))
+            else:
+                studies.show(console, chosen, found, notes, files)
             return
         if publish is not None:
             for path in studies.publish(chosen, folder, publish):

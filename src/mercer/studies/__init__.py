@@ -10,7 +10,7 @@ from .paper import Claim, Paper
 from .parallel import run_workers
 from .plan import estimate, show_plan
 from .publish import publish
-from .report import conclude, introduce, list_studies, show
+from .report import as_data, conclude, describe_studies, introduce, list_studies, show
 from .study import PARTS, Job, Metric, Study, Variant
 from .table import Row, draw, rows
 from .tune import choose, tune
@@ -30,9 +30,11 @@ __all__ = [
     "Study",
     "Trained",
     "Variant",
+    "as_data",
     "check_data",
     "choose",
     "conclude",
+    "describe_studies",
     "draw",
     "draw_curves",
     "estimate",

@@ -101,6 +101,20 @@ def show(
         console.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
+def as_data(study: Study, rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
+    """The table as data, for programs: the figure of every seed, its mean and its spread."""
+    shown = [
+        {
+            "system": row.variant, "mean": row.mean, "spread": row.spread, "wanted": row.wanted,
+            "seeds": {record.seed: record.metrics.get(row.metric.key) for record in row.records},
+            "not_converged": [record.seed for record in row.diverged],
+            **{metric.key: row.cell(metric) for metric in study.columns},
+        }
+        for row in rows
+    ]  # fmt: skip
+    return {"study": study.name, "metric": study.metric.key, "rows": shown, "notes": list(notes)}
+
+
 def _show_paper(console: Console, paper: Paper, rows: Sequence[Row]) -> None:
     """Print our figures beside the paper's, and what our runs say of its claims."""
     found = compare(paper, rows)
@@ -129,18 +143,27 @@ def suggest(console: Console, study: Study) -> None:
         console.print(f"  {escape(purpose)}\n    [cyan]{escape(command)}[/]", soft_wrap=True)
 
 
+def describe_studies() -> list[dict[str, Any]]:
+    """The studies that come with the package: what each asks, its jobs, its cost, its data."""
+    loaded = [(name, load(name)) for name in NAMES]
+    return [
+        {
+            "name": name, "question": study.question or study.title, "jobs": len(study.jobs()),
+            "cost": study.cost, "data": study.corpus, "sizes": list(list_sizes(name)),
+        }
+        for name, study in loaded
+    ]  # fmt: skip
+
+
 def list_studies(console: Console) -> None:
-    """The studies that come with the package: what each asks, its jobs, its data, its cost."""
+    """Print them."""
     console.print("Studies that come with Mercer:\n")
-    for name in NAMES:
-        study = load(name)
-        jobs = len(study.jobs())
-        needs = f", data {study.corpus} by --data" if study.corpus else ""
-        sizes = f", sizes {', '.join(found)}" if (found := list_sizes(name)) else ""
-        console.print(f"[bold]{name}[/]  {escape(study.question or study.title)}", soft_wrap=True)
-        console.print(
-            f"  [dim]{escape(f'{jobs} jobs; {study.cost}{needs}{sizes}')}[/]", soft_wrap=True
-        )
+    for told in describe_studies():
+        needs = f", data {told['data']} by --data" if told["data"] else ""
+        sizes = f", sizes {', '.join(told['sizes'])}" if told["sizes"] else ""
+        about = f"{told['jobs']} jobs; {told['cost']}{needs}{sizes}"
+        console.print(f"[bold]{told['name']}[/]  {escape(told['question'])}", soft_wrap=True)
+        console.print(f"  [dim]{escape(about)}[/]", soft_wrap=True)
     console.print(
         "\nRun one by `mercer study NAME`, or one of your own by `mercer study FILE.py`; --plan "
         "says what it costs, --size small is for a laptop. docs/studies.md says how to write one."
