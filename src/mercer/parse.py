@@ -65,6 +65,19 @@ def filter(text: str, trust: Trust = None) -> Filter:
     return _read(text, "filter", Filter, FILTERS, {}, ("&", "|"), trust)
 
 
+def token_kernels(text: str) -> dict[str, Any]:
+    """The arguments of `TokenKernels.like`, of a text such as `TokenKernels(size=3, on="v")`."""
+    names: Names = {"TokenKernels": _token_kernels}
+    return _read(text, "token kernels", dict, names, {}, (), None)
+
+
+def _token_kernels(size: int = 3, **options: Any) -> dict[str, Any]:
+    options = {"size": size, "temperature": None, **options}
+    # Wrong arguments are found here, before there is a model with a vocabulary.
+    nn.TokenKernels(1, **options)
+    return options
+
+
 def write(kernel: Kernel) -> tuple[str, tuple[str, ...]]:
     """The text of a kernel, and the files or modules that it needs; ValueError if it has none."""
     if type(kernel) is Sum or type(kernel) is Product:
@@ -290,4 +303,5 @@ def _short(text: str) -> str:
 
 
 def _example(what: str) -> str:
-    return {"kernel": "RBF(2.0)", "position": "Rotary()", "filter": "Causal()"}[what]
+    return {"kernel": "RBF(2.0)", "position": "Rotary()", "filter": "Causal()",
+            "token kernels": "TokenKernels(size=3)"}[what]  # fmt: skip

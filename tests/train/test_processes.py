@@ -249,6 +249,26 @@ def test_two_processes_learn_as_one_does(fsdp, shared, alone, tmp_path):
     assert_same_curve(folder, alone)
 
 
+def test_two_processes_fine_tune_a_model_of_transformers_as_one_does(caches, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from mercer.data.tokens import spell_bytes
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=257, **sizes, **heads)).save_pretrained(tmp_path / "it")
+    spell_bytes().save_pretrained(tmp_path / "it")
+    settings = {
+        "init": str(tmp_path / "it"), "kernel": "RBF(heads=4)", "cache": str(caches), "steps": 3,
+        "token_kernels": "TokenKernels(layers=[0])", "batch": 4, "length": 32, "log_every": 1,
+        "eval_items": 300, "learning_rate": 1e-3, "bandwidth_rate": 1e-2, "samples": False,
+    }  # fmt: skip
+    for size in (1, 2):
+        found = run_together(size, {**settings, "output": str(tmp_path / str(size))})
+        assert [answer[1:3] for answer in found] == [("done", 3)] * size
+    assert_same_curve(tmp_path / "2", tmp_path / "1")
+
+
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_share_their_sequences(fsdp, shared, alone, tmp_path):
     folder = tmp_path / "run"

@@ -61,6 +61,7 @@ from .train_options import (
     Threads,
     Time,
     Tokenizer,
+    TokenKernels,
     TokenRate,
     Trust,
     Value,
@@ -84,17 +85,13 @@ app = typer.Typer(
 # Options with another name than their setting.
 PAIRS = {"options": "system_options", "sets": "overrides", "data_options": "data_options"}
 # Options that a task does not take.
+OF_LM = {"evaluate_by", "context_parallel", "token_kernels"}
 UNFIT = {
     "lm": {"smoothing", "beams"},
-    "translation": {"evaluate_by", "context_parallel"},
-    "vision": {
-        "tokenizer", "length", "evaluate_by", "beams", "no_samples", "context_parallel",
-    },
-    "recall": {
-        "data", "tokenizer", "cache", "evaluate_by", "beams", "smoothing", "no_samples",
-        "context_parallel",
-    },
-}  # fmt: skip
+    "translation": OF_LM,
+    "vision": OF_LM | {"tokenizer", "length", "beams", "no_samples"},
+    "recall": OF_LM | {"data", "tokenizer", "cache", "beams", "smoothing", "no_samples"},
+}
 
 
 def _make(task: str, text: str) -> Callable[..., None]:
@@ -105,6 +102,7 @@ def _make(task: str, text: str) -> Callable[..., None]:
         position: Position = None,
         value: Value = None,
         filter: Filter = None,
+        token_kernels: TokenKernels = None,
         options: Options = None,
         trust_kernels: Trust = None,
         preset: Preset = None,
@@ -178,6 +176,10 @@ app.command("lm")(
 
             torchrun --nproc-per-node 8 -m mercer train lm --preset gpt2-small
                 --data corpus.txt --tokenizer gpt2 --dtype bfloat16 --compile --time 2h
+
+        A language model of Hugging Face, with another kernel:
+
+            mercer train lm --init PATH_OR_NAME --kernel 'RBF(heads=9)' --option start=as-softmax
 
         A kernel that you wrote, in a file of your own:
 

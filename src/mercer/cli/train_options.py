@@ -33,6 +33,14 @@ Kernel = Annotated[
 Position = Annotated[str | None, _option(ATTENTION, "Such as `ProductKernel()` or `Rotary()`.")]
 Value = Annotated[str | None, _option(ATTENTION, "`content` or `content+position`.")]
 Filter = Annotated[str | None, _option(ATTENTION, "Such as `Causal() & Window(64, 0)`.")]
+TokenKernels = Annotated[
+    str | None,
+    _option(
+        ATTENTION,
+        'With --init of a Hugging Face model: `TokenKernels(size=3, on="v", layers=[0])`.',
+        "--token-kernels",
+    ),
+]
 Trust = Annotated[
     list[str] | None,
     _option(
@@ -75,7 +83,12 @@ DataOptions = Annotated[
 Cache = Annotated[str | None, _option(MODEL, "Where tokens are kept.", metavar="FOLDER")]
 Init = Annotated[
     str | None,
-    _option(MODEL, "Start from the weights of a run or of a saved model.", metavar="FOLDER"),
+    _option(
+        MODEL,
+        "Start from the weights of a run or of a saved model; or fine-tune a language model of "
+        "Hugging Face: a folder, a GGUF file, or a name on the hub.",
+        metavar="PATH_OR_NAME",
+    ),
 ]
 Steps = Annotated[
     int | None,

@@ -35,9 +35,9 @@ class Trained:
     def task(self) -> Any:
         """The task of the run, with its data and tokenizer."""
         from ..train import Settings
-        from ..train.tasks import TASKS
+        from ..train.tasks import make
 
-        return TASKS[self.settings["task"]](Settings(**self.chosen).resolve())
+        return make(Settings(**self.chosen).resolve())
 
     def evaluate(self, data: Path | None = None, **given: Any) -> dict[str, Any]:
         """The metrics of the model as it was saved, on validation data or on a file.

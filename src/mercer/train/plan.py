@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ..models.count import count
 from .settings import Settings
-from .tasks import TASKS
+from .tasks import make
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +72,14 @@ class Plan:
 def plan(settings: Settings, processes: int = 1) -> Plan:
     """Count the data and the model; no tokenizer is trained, and no weights are made."""
     settings = settings.resolve()
-    task = TASKS[settings.task](settings, sketch=True)
-    config = task.config()
-    counted = count(config, task.sequence_length(config))
+    task = make(settings, sketch=True)
+    counted = task.count()
     return Plan(
         settings=settings,
         source=task.source,
         counted=counted,
         items=len(task.train),
-        tokens_per_step=_known(settings.batch) * task.sequence_length(config),
+        tokens_per_step=_known(settings.batch) * counted.length,
         unit=task.unit,
         noun=task.noun,
         processes=processes,

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from .. import own
-from ..models.count import count
 from ..storage import stored
 from ..storage.journal import read_journal
 from .best import Patience
@@ -30,13 +28,14 @@ from .board import Board
 from .checkpoints import Checkpoints, replacing, told_if_full
 from .distributed import Team
 from .folder import Folder, describe
-from .initial import check_config, start_from
+from .initial import start_from
+from .pretrained import PRETRAINED
 from .progress import Progress
 from .scores import save_scores
 from .settings import Settings
 from .signals import end_with_torchrun, signals
 from .state import gather_model, kept_random, read_json, seed_all
-from .tasks import TASKS, Task
+from .tasks import Task, make
 from .threads import choose_threads, threads
 from .trainer import ENDLESS, KernelTrainer
 from .unigram import STUCK, is_stuck
@@ -122,7 +121,7 @@ def _run(
         if settings.tensorboard and folder.writes and folder.path is not None:
             board = Board(folder.path / "tensorboard", settings)
         seed_all(settings.seed)
-        task = TASKS[settings.task](settings)
+        task = make(settings)
         if (data := task.fingerprint()) is not None:
             about |= {"data": data}
         # Read before training, so that data without a test split is an error at once.
@@ -133,12 +132,11 @@ def _run(
         model = task.build()
         if alter is not None:
             alter(model)
-        counted = count(model, task.sequence_length(model.config))
+        counted = task.count(model)
         checkpoint = team.tell(lambda: _find(settings, folder, say))
         if checkpoint is not None:
-            check_config(model.config, Path(checkpoint))
-            load_model(model, str(Path(checkpoint) / "model.safetensors"))
-        elif settings.init is not None:
+            task.resume(model, Path(checkpoint))
+        elif settings.init is not None and settings.preset != PRETRAINED:
             start_from(model, task.tokenizer, settings.init, say if team.main else lambda _: None)
         with signals() as signal:
             trainer = KernelTrainer(

@@ -42,7 +42,7 @@ def save(trainer: KernelTrainer) -> None:
     chance = gather_random()
 
     def fill(path: Path) -> None:
-        trainer.model.save_pretrained(path, state_dict=weights, whole=False)
+        trainer.task.save_checkpoint(trainer.model, weights, path)
         save_file(numbers, path / "optimizer.safetensors")
         trainer.judge.best.save(path)
         (path / "state.json").write_text(json.dumps(state), encoding="utf-8")

@@ -18,6 +18,7 @@ from typing import Any
 from .. import own, parse
 from ..kernels import Kernel
 from ..storage import stored
+from .pretrained import PRETRAINED, check, is_of_transformers
 
 TASKS = ("lm", "translation", "vision", "recall", "tagging")
 DTYPES = ("float32", "bfloat16")
@@ -53,6 +54,13 @@ RECIPES: dict[tuple[str, str], dict[str, Any]] = {
     # Four segments of 150, each with the states of earlier ones.
     ("lm", "xl-base"): {"batch": 16, "length": 600, "learning_rate": 2.5e-4},
     ("lm", "nano"): {"batch": 32, "length": 2048, "learning_rate": 1e-3},
+    # A trained model moves little; a bandwidth is a logarithm.
+    ("lm", PRETRAINED): {
+        "batch": 8,
+        "length": 512,
+        "learning_rate": 5e-5,
+        "bandwidth_rate": 1e-3,
+    },
     ("translation", "tiny"): {"batch": 64, "length": 64, "learning_rate": 3e-3},
     ("translation", "iwslt"): {"batch": 128, "length": 256, "learning_rate": 5e-4},
     ("vision", "tiny"): {"batch": 64, "learning_rate": 3e-3},
@@ -75,6 +83,8 @@ class Settings:
     position: str | None = None
     value: str | None = None
     filter: str | None = None
+    # Of a model of transformers: `TokenKernels(size=3, on="v", layers=[0])`.
+    token_kernels: str | None = None
     # Files and modules that may be imported for these texts; never stored.
     trust_kernels: str | list[str] | tuple[str, ...] = ()
     # The start of the SHA-256 of each file that the texts name, found by `resolve`.
@@ -87,7 +97,8 @@ class Settings:
     tokenizer: str | None = None
     data_options: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
-    # A run or a saved model whose weights are the initial ones.
+    # A run or a saved model whose weights are the initial ones; or a language model of
+    # transformers, and then the preset is "pretrained".
     init: str | None = None
     # The budget, steps or time, whichever ends first. Time counts evaluations and checkpoints, too.
     steps: int | None = None
@@ -161,6 +172,8 @@ class Settings:
 
     def resolve(self) -> Settings:
         """The same with all fields filled, or ValueError."""
+        if self.init is not None and self.task == "lm" and is_of_transformers(self.init):
+            self = replace(self, preset=PRETRAINED)
         self._check_choice("task", TASKS)
         self._check_choice("dtype", DTYPES)
         self._check_choice("evaluate_by", MODES)
@@ -183,7 +196,7 @@ class Settings:
             "length": _or(self.length, recipe["length"]),
             "tokenizer": _or(self.tokenizer, recipe.get("tokenizer")),
             "learning_rate": rate,
-            "bandwidth_rate": _or(self.bandwidth_rate, rate),
+            "bandwidth_rate": _or(self.bandwidth_rate, recipe.get("bandwidth_rate", rate)),
             "token_rate": _or(self.token_rate, max(rate, 5e-3)),
             "smoothing": _or(self.smoothing, smoothing),
             "log_every": _or(self.log_every, _every(steps, 100)),
@@ -197,6 +210,13 @@ class Settings:
         filled["save_every"] = _or(self.save_every, filled["eval_every"])
         settings = replace(self, **filled)
         settings._check_numbers()
+        if settings.preset == PRETRAINED:
+            check(settings)
+        elif settings.token_kernels is not None:
+            raise ValueError(
+                "token_kernels are for init, a language model of transformers; a model of Mercer "
+                "has them by system leng2026"
+            )
         return settings
 
     def _check_drawn(self) -> None:

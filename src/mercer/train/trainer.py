@@ -111,9 +111,7 @@ class KernelTrainer(Trainer):
         if settings.fsdp:
             spread(model, team)
         if settings.compile:
-            # Segments see different numbers of earlier states, so shapes differ.
-            grows = task.ragged or getattr(model.config, "segment_length", None) is not None
-            model.compile_parts(dynamic=None if grows else False)
+            task.compile(model)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         # A separate generator: the loader draws a seed, which must not change the model's.
@@ -220,6 +218,7 @@ class KernelTrainer(Trainer):
     def note_step(self, step: int) -> None:
         """Share this process's outcome of a step with all processes."""
         assert self._step_loss is not None
+        self.task.after_step(self.model, step / (self.settings.steps or ENDLESS))
         first = not self.counts.started
         seconds = self.whole.seconds + self.pace.lap(self.clock.seconds)
         self.watch.post(step, self._step_loss, self._norm, self.signal(), seconds)

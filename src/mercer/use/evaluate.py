@@ -12,7 +12,7 @@ from ..train.distributed import Team
 from ..train.run import TURNS, quiet
 from ..train.scores import Answers, save_scores
 from ..train.state import kept_random
-from ..train.tasks import TASKS
+from ..train.tasks import make
 from .load import Trained
 
 # Of models without a run.
@@ -56,7 +56,7 @@ def evaluate(
     """
     settings, split = _settings(trained, data, split, data_options, given)
     with TURNS, quiet(), kept_random():
-        task = TASKS[trained.task](settings, split=split, like=trained.look or trained.tokenizer)
+        task = make(settings, split=split, like=trained.look or trained.tokenizer)
         figures = task.evaluate(trained.model, Team(trained.device), final=True)
     folder = None if output is None else Path(output).expanduser()
     if folder is None and trained.run is not None:
@@ -92,7 +92,8 @@ def _settings(
             "score it on: a file, a folder, or a name on the hub"
         )
     if own is None:
-        length = min(LENGTH, getattr(trained.model.config, "context_length", LENGTH))
+        places = trained.most_places or LENGTH
+        length = min(LENGTH, getattr(trained.model.config, "context_length", places))
         own = Settings(task=trained.task, batch=BATCH, length=length)
     # A model of a run may be scored after it was copied or resumed: nothing of the run is touched.
     changes: dict[str, Any] = {

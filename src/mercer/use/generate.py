@@ -44,7 +44,7 @@ def generate(
         raise ValueError("generate needs a language model")
     _check(tokens, temperature, top_k, top_p, seed)
     ids = _encode(trained, prompt)
-    most = trained.model.most_places
+    most = trained.most_places
     if most is not None and len(ids) > most:
         raise ValueError(
             f"the prompt has {len(ids)} tokens, but the model's positions end at {most}"
@@ -61,9 +61,9 @@ def _pieces(
     say: Callable[[str], None],
 ) -> Iterator[str]:
     model, tokenizer = trained.model, trained.tokenizer
-    most, ends = model.most_places, _ends(trained)
+    most, ends = trained.most_places, _ends(trained)
     known, held = ids[-BEFORE:], 0
-    cache = model.new_cache()
+    cache = trained.new_cache()
     new = torch.tensor([ids], device=trained.device)
     for _ in range(tokens):
         if most is not None and cache.get_seq_length() + new.shape[1] > most:

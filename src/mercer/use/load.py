@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .. import models, own
 from ..data import DataError, Look
 from ..data.tokens import WITH_IDS
 from ..data.tokens import load as load_tokenizer
+from ..integrations.hf.source import Source
 from ..models.config import PARTS, SPELLED
 from ..storage import stored
 from ..train import Settings
 from ..train.checkpoints import Checkpoints
 from ..train.run import quiet
-from ..train.tasks import TASKS
+from ..train.tasks import make
 
 # task -> the class of its models, what it is, and an example of the command that uses it.
 KINDS: dict[str, tuple[Any, str, str]] = {
@@ -54,6 +57,21 @@ class Trained:
     path: Path
     run: Path | None = None
     settings: Settings | None = None
+
+    @property
+    def most_places(self) -> int | None:
+        """The longest sequence that its positions allow, None for any."""
+        if isinstance(self.model, models.base.KernelModel):
+            return self.model.most_places
+        most: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return most
+
+    def new_cache(self) -> Any:
+        """An empty cache for `generate`."""
+        if isinstance(self.model, models.KernelLM):
+            return self.model.new_cache()
+        # All keys stay, since token kernels read neighbours.
+        return DynamicCache()
 
     def __repr__(self) -> str:
         return f"Trained({KINDS[self.task][1]} from {self.path} on {self.device})"
@@ -95,22 +113,31 @@ def load(
         for name, (kind, *_) in KINDS.items()
         if name == own_task or name not in ("lm", *LABELS)
     }
-    if (found := kinds.get(config["model_type"])) is None:
+    found = kinds.get(config["model_type"])
+    foreign = found is None and config["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if foreign:
+        found = "lm"
+    if found is None:
         raise ValueError(
             f"{weights} holds a model of type {config['model_type']!r}, which is none of Mercer's: "
-            f"{', '.join(kinds)}"
+            f"{', '.join(kinds)}; nor is it a language model of transformers"
         )
     if task is not None and found != task:
         raise ValueError(
             f"{path} is {KINDS[found][1]}, not {KINDS[task][1]}; it is used by: "
             f"{KINDS[found][2].format(path)}"
         )
-    needed = own.sources(*(config.get(name) for name in (*PARTS, *SPELLED)))
+    texts = ("mercer",) if foreign else (*PARTS, *SPELLED)
+    needed = own.sources(*(config.get(name) for name in texts))
     if missing := own.untrusted(needed, trust):
         raise own.Untrusted(missing, f"the model in {weights}")
     with quiet():
-        options["trust_kernels"] = trust
-        model = _read_weights(KINDS[found][0], weights, options).to(place).eval()
+        if foreign:
+            source = Source(str(weights))
+            model = source.read_model(source.read_config(), trust_kernels=trust)
+        else:
+            model = _read_weights(KINDS[found][0], weights, options | {"trust_kernels": trust})
+        model = model.to(place).eval()
         trained = Trained(
             task=found, model=model, device=place, path=weights, run=run, settings=settings
         )
@@ -250,7 +277,7 @@ def _read_data(trained: Trained) -> Any:
     """The task of the run, with its data."""
     assert trained.settings is not None
     try:
-        return TASKS[trained.task](trained.settings)
+        return make(trained.settings)
     except DataError as error:
         raise ValueError(
             f"{trained.path} lacks files that training would have saved with it, and the data of "

@@ -4,8 +4,12 @@ A task has the data, the model, the loss and the evaluation. The trainer is the 
 """
 
 from collections.abc import Callable
+from typing import Any
 
+from ..pretrained import PRETRAINED
+from ..settings import Settings
 from .language import LanguageModel as LanguageModel
+from .pretrained import Pretrained as Pretrained
 from .recall import Recall as Recall
 from .tagging import Tagging as Tagging
 from .task import Task as Task
@@ -19,3 +23,9 @@ TASKS: dict[str, Callable[..., Task]] = {
     "recall": Recall,
     "tagging": Tagging,
 }
+
+
+def make(settings: Settings, **options: Any) -> Task:
+    """The task of settings that are resolved."""
+    kind = Pretrained if settings.preset == PRETRAINED else TASKS[settings.task]
+    return kind(settings, **options)

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_model
 from torch import Tensor
 from torch.utils.data import Subset
 
 from ... import models
+from ...models.count import count
 from ...names import suggest
 from ..distributed import Team
+from ..initial import check_config
 from ..scores import Answers
 from ..settings import Settings
 
@@ -155,6 +158,30 @@ class Task(ABC):
         check_least("vocab_size", self.settings, len(self.tokenizer), "tokens of the tokenizer")
         found = {name: getattr(self.tokenizer, name) for name in names}
         return {"vocab_size": len(self.tokenizer), **found}
+
+    def count(self, model: Any = None) -> Any:
+        """What the model costs; without one, what that of the config would."""
+        config = self.config() if model is None else model.config
+        return count(config if model is None else model, self.sequence_length(config))
+
+    def resume(self, model: Any, checkpoint: Path) -> None:
+        """Load the weights of a checkpoint."""
+        check_config(model.config, checkpoint)
+        load_model(model, str(checkpoint / "model.safetensors"))
+
+    def after_step(self, model: Any, progress: float) -> None:
+        """Change the model after a step; `progress` is the share of the steps."""
+        return None
+
+    def compile(self, model: Any) -> None:
+        """Compile the parts of the model in place."""
+        # Segments see different numbers of earlier states, so shapes differ.
+        grows = self.ragged or getattr(model.config, "segment_length", None) is not None
+        model.compile_parts(dynamic=None if grows else False)
+
+    def save_checkpoint(self, model: Any, weights: dict[str, Tensor], path: Path) -> None:
+        """Write config and weights alone."""
+        model.save_pretrained(path, state_dict=weights, whole=False)
 
     def save_model(self, model: Any, weights: dict[str, Tensor], path: Path) -> None:
         """Write files for `from_pretrained`; `weights` are gathered, also of a sharded model."""
