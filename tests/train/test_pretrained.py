@@ -149,6 +149,7 @@ def test_a_plan_counts_what_a_run_trains(small):
         ({"position": "Rotary()"}, "position is for models of Mercer"),
         ({"system": "dai2019"}, "system is for models of Mercer"),
         ({"evaluate_by": "memory"}, "evaluate_by memory is for models of Mercer"),
+        ({"context_parallel": 2}, "context_parallel is for models of Mercer"),
         ({"system_options": {"layer": 1}}, "an option is one of layers, start, got layer"),
         ({"system_options": {"layers": [1]}}, "the option layers needs a kernel"),
         ({"kernel": "RBF(heads=4)", "system_options": {"layers": [9]}}, "no attention layer 9"),

@@ -177,10 +177,6 @@ app.command("lm")(
             torchrun --nproc-per-node 8 -m mercer train lm --preset gpt2-small
                 --data corpus.txt --tokenizer gpt2 --dtype bfloat16 --compile --time 2h
 
-        A language model of Hugging Face, with another kernel:
-
-            mercer train lm --init PATH_OR_NAME --kernel 'RBF(heads=9)' --option start=as-softmax
-
         A kernel that you wrote, in a file of your own:
 
             mercer train lm --kernel 'my_kernels.py:ARD(32)'

@@ -29,6 +29,7 @@ FILES = {
     "twikers-bias-translation": "twikers.py",
     "twikers-bias-tags": "twikers.py",
     "twikers-bias-genre": "twikers.py",
+    "twikers-bias-pretrained": "twikers.py",
     "recall": "recall.py",
 }  # fmt: skip
 NAMES = tuple(FILES)

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 # The training settings that a variant may set: the parts and shape of the model, but not data,
 # steps or rates.
-PARTS = ("system", "kernel", "position", "value", "filter", "system_options", "overrides")
+PARTS = (
+    "system", "kernel", "position", "value", "filter", "token_kernels", "system_options",
+    "overrides",
+)  # fmt: skip
 # Settings in which the jobs of variants differ: their parts, and the files of their own kernels.
 OF_VARIANTS = (*PARTS, "kernel_files")
 # Settings that the study sets for each job.

@@ -240,6 +240,28 @@ def make_bias(task: str, size: str) -> Study:
     )
 
 
+def make_pretrained() -> Study:
+    """Token kernels in a trained model of transformers, which learns on with and without them."""
+    systems = [
+        Variant(
+            name,
+            kernel="Exponential()",
+            token_kernels=None if on is None else f'TokenKernels(on="{on}", layers=[0])',
+        )
+        for name, on in BIASES.items()
+    ]
+    return Study(
+        title="Token kernels as a bias, in a pretrained model",
+        question="Do token kernels help a model that is already trained?",
+        cost="about 20 minutes on one H200, by estimate",
+        systems=systems,
+        budget={"init": "HuggingFaceTB/SmolLM2-135M", "batch": 16, "length": 512, "steps": 750,
+                "dtype": "bfloat16"},
+        seeds=(0, 1, 2),
+        corpus="lm/wikipedia",
+    )  # fmt: skip
+
+
 def _sizes(make: Callable[..., Study], *given: str) -> Mapping[str, Callable[[], Study]]:
     return {"full": lambda: make(*given, "full"), "small": lambda: make(*given, "small")}
 
@@ -249,6 +271,7 @@ studies: dict[str, Mapping[str, Callable[[], Study]]] = {
     "twikers-speech": _sizes(make_speech),
     "twikers-bias": _sizes(make_bias, "lm"),
     "twikers-bias-translation": _sizes(make_bias, "translation"),
+    "twikers-bias-pretrained": {"full": make_pretrained},
     "twikers-bias-tags": _sizes(make_tagging, "tags"),
     "twikers-bias-genre": _sizes(make_tagging, "genre"),
 }

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..models.config import SPELLED, KernelConfig
 from ..models.count import part_of
 from .checkpoints import Checkpoints
+from .pretrained import is_of_transformers
 
 # Parts of a model in which the two may differ.
 FREE_PARTS = ("kernel", "token-kernels")
@@ -148,8 +149,11 @@ def _check_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def digest(init: str) -> str:
-    """A hash of the weights, for the key of a result."""
-    files = find_weights(init)
+    """A hash of the weights, for the key of a result; of a model on the hub, its name."""
+    path = Path(init).expanduser()
+    if not path.exists() and is_of_transformers(init):
+        return f"hub:{init}"
+    files = [path] if path.is_file() else find_weights(init)
     stats = [path.stat() for path in files]
     return _digest(tuple(files), tuple((s.st_size, s.st_mtime_ns) for s in stats))
 

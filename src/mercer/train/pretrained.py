@@ -67,6 +67,11 @@ def check(settings: Settings) -> None:
             f"evaluate_by memory is for models of Mercer, and init={settings.init!r} is one of "
             "transformers"
         )
+    if settings.context_parallel > 1:
+        raise ValueError(
+            f"context_parallel is for models of Mercer, and init={settings.init!r} is one of "
+            "transformers"
+        )
     options = settings.system_options
     for name in options:
         if name not in OPTIONS:

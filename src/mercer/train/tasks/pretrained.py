@@ -15,6 +15,9 @@ from ..pretrained import AS_SOFTMAX, weights_of
 from ..settings import Settings
 from .language import LanguageModel
 
+# The share of the steps after which the kernel is RBF; in the rest the model settles.
+PATH = 0.8
+
 
 class Pretrained(LanguageModel):
     """Predict the next token, from a trained model on."""
@@ -110,7 +113,7 @@ class Pretrained(LanguageModel):
         if self.settings.system_options.get("start") == AS_SOFTMAX:
             from ...integrations import hf
 
-            hf.leave_softmax(model, min(progress, 1.0))
+            hf.leave_softmax(model, min(progress / PATH, 1.0))
 
     def compile(self, model: Any) -> None:
         """Each layer by itself."""
