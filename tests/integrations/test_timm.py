@@ -225,6 +225,10 @@ def test_misuse(make):
         mercer_timm.patch(model, "RBF(heads=4)")
     with pytest.raises(ValueError, match="there is no layer 2: the model has 2 attention layers"):
         mercer_timm.patch(model, "RBF()", layers=[0, 2])
+    with pytest.raises(ValueError, match="there is no layer None"):
+        mercer_timm.patch(model, "RBF()", layers=None)
+    with pytest.raises(ValueError, match=r"layers must be .* got \[\]"):
+        mercer_timm.patch(model, "RBF()", layers=[])
     assert not hosts(model)
     with pytest.raises(ValueError, match="does not fit the layer, which has 3 heads"):
         make(mercer_timm.attention("RBF(heads=2)"))

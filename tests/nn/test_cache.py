@@ -348,8 +348,9 @@ def test_a_cache_with_segments_shows_what_is_near_the_start_of_the_segment(posit
 
 
 def test_a_segment_memory_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
-        mn.SegmentMemory(-1)
+    for length in (-1, 1.5):
+        with pytest.raises(ValueError, match=f"length must be a whole number >= 0, got {length}"):
+            mn.SegmentMemory(length)
     a, memory = make(), mn.SegmentMemory(4)
     a(draw(batch=3), cache=memory)
     with pytest.raises(ValueError, match="holds 3 sequences, got 2"):

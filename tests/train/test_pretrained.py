@@ -106,7 +106,10 @@ def test_each_kind_of_parameter_has_its_rate(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.optim.AdamW, "__init__", noting)
     settings = {**small, "steps": 1, "kernel": "RBF(heads=4)", "token_kernels": TOKENS}
-    run(Settings(**settings, learning_rate=1e-4, bandwidth_rate=2e-3, token_rate=3e-3))
+    rates = {"learning_rate": 1e-4, "bandwidth_rate": 2e-3, "token_rate": 3e-3}
+    run(Settings(**settings, **rates, output=str(tmp_path / "run")))
+    # What a log calls the learning rate is that of the weights.
+    assert curve(tmp_path / "run", "learning_rate")[1] <= 1e-4
     counts = {
         group["initial_lr"]: sum(x.numel() for x in group["params"])
         for group in made[0].param_groups

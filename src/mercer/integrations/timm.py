@@ -11,7 +11,7 @@ kernels are new parameters, in the submodule `mercer` of each attention layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -65,10 +65,12 @@ def patch(
             f"{type(model).__name__} has no layer of the class timm.layers.Attention; models with "
             "attention of another class, such as EVA and Swin, cannot be patched"
         )
-    chosen = range(len(found)) if layers == "all" else layers
-    numbers = [chosen] if isinstance(chosen, int) else list(chosen)
+    chosen: object = range(len(found)) if layers == "all" else layers
+    numbers: list[Any] = list(chosen) if isinstance(chosen, Iterable) else [chosen]
+    if not numbers:
+        raise ValueError('layers must be "all", a number, or a list of numbers, got []')
     for n in numbers:
-        if not isinstance(n, int) or not 0 <= n < len(found):
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < len(found):
             raise ValueError(
                 f"there is no layer {n!r}: the model has {len(found)} attention layers, "
                 f"0 to {len(found) - 1}"

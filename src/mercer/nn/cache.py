@@ -145,8 +145,8 @@ class SegmentMemory:
     """
 
     def __init__(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"length must be at least 0, got {length}")
+        if not isinstance(length, int) or length < 0:
+            raise ValueError(f"length must be a whole number >= 0, got {length!r}")
         self.capacity = length
         self.seen = 0
         self._states: Tensor | None = None

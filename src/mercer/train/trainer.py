@@ -242,9 +242,11 @@ class KernelTrainer(Trainer):
         step, speed = self.state.global_step, self.counts.speed(self.clock)
         # Trainer's mean starts again with each process.
         loss = self.counts.mean_loss(step)
+        # The last group is that of the weights; bandwidths have a rate of their own.
+        rate = self.lr_scheduler.get_last_lr()[-1]
         numbers = {
             "loss": loss,
-            "learning_rate": logs["learning_rate"],
+            "learning_rate": rate,
             "grad_norm": float(logs.get("grad_norm", math.nan)),
             "tokens": int(self.counts.tokens.item()),
             "seconds": round(self.clock.seconds, 4),
@@ -254,7 +256,7 @@ class KernelTrainer(Trainer):
         )
         left = seconds_left(self.settings, step, self.whole, self.order.start)
         self._progress = Progress(
-            step=step, steps=self.settings.steps, loss=loss, learning_rate=logs["learning_rate"],
+            step=step, steps=self.settings.steps, loss=loss, learning_rate=rate,
             tokens_per_second=speed, seconds_left=left,
         )  # fmt: skip
         if self.on_progress is not None:

@@ -68,6 +68,7 @@ def test_a_model_with_other_scores_is_refused_by_name(name):
         ({"kernel": "RBF()", "layers": "model.layer.0"}, "no attention layer 'model.layer.0'"),
         ({"kernel": "RBF()", "layers": []}, r"layers must be .* got \[\]"),
         ({"kernel": "RBF()", "layers": [0, None]}, "layers must be .* got None"),
+        ({"kernel": "RBF()", "layers": 1.0}, "layers must be .* got 1.0"),
         ({"kernel": {7: "RBF()"}}, "there is no attention layer 7"),
         ({"kernel": {}}, "names no layer"),
         ({"kernel": {0: "RBF()"}, "layers": 0}, "names its layers: leave out layers="),

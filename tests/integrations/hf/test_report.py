@@ -51,6 +51,24 @@ def test_text_needs_a_tokenizer():
         hf.report(model, "", tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            torch.zeros(1, 0, dtype=torch.long),
+            r"ids must be whole numbers \[B, T\], got .* \[1, 0\]",
+        ),
+        (torch.zeros(3, dtype=torch.long), r"ids must be .* \[3\]"),
+        (torch.zeros(1, 3), "ids must be .* got torch.float32"),
+        (torch.full((1, 3), 97), "token id 97 is outside the model's 97 tokens"),
+        ([5, 6], "a report reads text, ids .* got list"),
+    ],
+)
+def test_what_is_no_text(text, said):
+    with pytest.raises(ValueError, match=said):
+        hf.report(patched()[0], text)
+
+
 def test_layers_of_cross_attention_have_no_distance():
     model = hf.patch(hf_models.make("whisper"), "RBF(heads=4)")
     rows = hf.report(model, hf_models.inputs("whisper"))

@@ -120,6 +120,34 @@ def test_a_class_may_be_named(tmp_path):
     hf.save(patched(), tmp_path)
     for kind in (transformers.AutoModel, transformers.LlamaModel):
         assert type(hf.from_pretrained(tmp_path, model_class=kind)) is transformers.LlamaModel
+    for kind, said in (
+        (transformers.GPT2LMHeadModel, "for a LlamaConfig, got GPT2LMHeadModel"),
+        ("LlamaModel", "for a LlamaConfig, got 'LlamaModel'"),
+        (
+            transformers.AutoModelForSeq2SeqLM,
+            "AutoModelForSeq2SeqLM has no class for a LlamaConfig",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            hf.from_pretrained(tmp_path, model_class=kind)
+
+
+@pytest.mark.parametrize("name", ["Nothing", "GPT2LMHeadModel", "pipeline"])
+def test_a_checkpoint_may_not_name_any_class(name, tmp_path):
+    hf.save(patched(), tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": [name]}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"names {name}, which is none .* for a LlamaConfig"):
+        hf.from_pretrained(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    for path, said in ((tmp_path / "gone", "no such folder"), (tmp_path, "cannot be loaded")):
+        with pytest.raises(ValueError, match=said) as caught:
+            hf.from_pretrained(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_kernel_of_ones_own_needs_trust(tmp_path, monkeypatch):
@@ -145,6 +173,15 @@ def test_a_kernel_without_text_is_not_saved(tmp_path):
 def test_only_patched_models_are_saved(tmp_path):
     with pytest.raises(ValueError, match="is not patched"):
         hf.save(hf_models.make("llama"), tmp_path)
+
+
+def test_token_kernels_of_another_vocabulary_are_not_saved(tmp_path):
+    model = patched()
+    hf.patch(model, token_kernels=mc.nn.TokenKernels.like(model))
+    model.resize_token_embeddings(120)
+    with pytest.raises(ValueError, match="vocabulary of 97 tokens, but the model has 120"):
+        hf.save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def tokens(**change):

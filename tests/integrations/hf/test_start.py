@@ -90,8 +90,11 @@ def test_what_cannot_leave_softmax():
     with pytest.raises(ValueError, match="no layer of the model leads from softmax to RBF"):
         hf.leave_softmax(model, 0.5)
     model = bridged()
-    with pytest.raises(ValueError, match="progress must be a number from 0 to 1, got -1"):
-        hf.leave_softmax(model, -1)
+    for wrong in (-1, "half"):
+        with pytest.raises(
+            ValueError, match=f"progress must be a number from 0 to 1, got .?{wrong}"
+        ):
+            hf.leave_softmax(model, wrong)
     with pytest.raises(ValueError, match="c of layer 0 is 1"):
         hf.to_rbf(model)
     hf.leave_softmax(model, 1)

@@ -139,6 +139,8 @@ def test_ids_may_stand_beside_embeddings():
     assert torch.equal(hf_models.logits(model, **given, token_ids=ids), want)
     with pytest.raises(ValueError, match="was called without input_ids: beside inputs_embeds"):
         model(**given)
+    with pytest.raises(ValueError, match=r"must be \[2, 17\], as inputs_embeds, got \[2, 16\]"):
+        model(**given, token_ids=ids[:, 1:])
 
 
 def test_an_encoder_decoder_has_them_on_its_decoder():

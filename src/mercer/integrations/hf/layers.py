@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...names import suggest
 
 # The layers of a person: all, numbers, names of layers, or of modules that contain layers.
 Which = str | int | Sequence[str | int]
+SELECTION = '"all", a number, a name, or a list of these'
 # Arguments of attention functions that change the scores; no kernel of q and k has them.
 ADDED = {
     "position_bias": "adds a bias for each pair of positions to the scores",
@@ -96,11 +97,11 @@ def choose(layers: Sequence[Layer], which: Which) -> list[Layer]:
     """The layers that a person means."""
     if which == "all":
         return list(layers)
-    asked = [which] if isinstance(which, str | int) else list(which)
-    if not asked:
-        raise ValueError('layers must be "all", a number, a name, or a list of these, got []')
+    asked: object = [which] if isinstance(which, str | int) else which
+    if not isinstance(asked, Iterable) or not (several := list(asked)):
+        raise ValueError(f"layers must be {SELECTION}, got {which!r}")
     chosen: dict[int, Layer] = {}
-    for one in asked:
+    for one in several:
         for layer in _named(layers, one):
             chosen[layer.number] = layer
     return [layer for layer in layers if layer.number in chosen]
@@ -109,7 +110,7 @@ def choose(layers: Sequence[Layer], which: Which) -> list[Layer]:
 def _named(layers: Sequence[Layer], one: str | int) -> Iterator[Layer]:
     """The layers of one number, of one name, or inside of one module."""
     if isinstance(one, bool) or not isinstance(one, str | int):
-        raise ValueError(f'layers must be "all", a number, a name, or a list of these, got {one!r}')
+        raise ValueError(f"layers must be {SELECTION}, got {one!r}")
     found = [
         layer
         for layer in layers

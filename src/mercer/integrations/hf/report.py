@@ -88,13 +88,29 @@ def _batch(base: Any, text: Text, tokenizer: Any, length: int) -> Mapping[str, A
     if isinstance(text, Mapping):
         return text
     if isinstance(text, Tensor):
-        return {"input_ids": text}
+        return {"input_ids": _checked(base, text)}
+    if not isinstance(text, str):
+        raise ValueError(
+            "a report reads text, ids [B, T] as a tensor, or the arguments of the model by name, "
+            f"got {type(text).__name__}"
+        )
     if tokenizer is None:
         tokenizer = _tokenizer_of(base)
     ids = tokenizer(text)["input_ids"][:length]
     if not ids:
         raise ValueError("the text has no tokens")
     return {"input_ids": torch.tensor([ids], device=base.device)}
+
+
+def _checked(base: Any, ids: Tensor) -> Tensor:
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"ids must be whole numbers [B, T], got {ids.dtype} {list(ids.shape)}")
+    count = getattr(base.get_input_embeddings(), "num_embeddings", None)
+    outside = ids[(ids < 0) | (ids >= count)] if count is not None else ids[:0]
+    if outside.numel():
+        raise ValueError(f"token id {int(outside[0])} is outside the model's {count} tokens")
+    return ids
 
 
 def _tokenizer_of(base: Any) -> Any:

@@ -7,7 +7,10 @@ report of the loading, and computes softmax.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,7 +18,17 @@ from torch import nn
 from ...own import Trust
 from .host import MARK
 from .layers import Which, attention_layers
-from .patch import Kernels, base_of, host_of, install, is_patched, patch, record
+from .patch import (
+    Kernels,
+    base_of,
+    host_of,
+    install,
+    is_patched,
+    owner_of,
+    patch,
+    record,
+    tokens_of,
+)  # fmt: skip
 from .spec import Spec
 
 # Arguments that say where files come from; the config is read with these alone.
@@ -42,6 +55,10 @@ def save(model: nn.Module, path: str | os.PathLike[str], **options: Any) -> None
             f"{type(base).__name__} is not patched, so there is nothing of Mercer to save: use its "
             "own save_pretrained"
         )
+    tokens = tokens_of(base)
+    if tokens is not None:
+        # Its embedding may have been resized.
+        owner_of(base, layers, tokens)
     record(base, layers)
     for layer in layers:
         if base.config.mercer["kernels"].get(str(layer.number), "") is None:
@@ -75,7 +92,10 @@ def from_pretrained(
     from transformers import AutoConfig
 
     sources = {name: options[name] for name in SOURCES if name in options}
-    config = options.pop("config", None) or AutoConfig.from_pretrained(path, **sources)
+    config = options.pop("config", None)
+    if config is None:
+        with told(path, "config"):
+            config = AutoConfig.from_pretrained(path, **sources)
     kind = _class_of(config, model_class)
     values = getattr(config, "mercer", None)
     if values is None:
@@ -100,19 +120,51 @@ def from_pretrained(
     return (model, info) if wanted else model
 
 
+@contextlib.contextmanager
+def told(name: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Whatever is raised becomes one sentence about this part of a model."""
+    try:
+        yield
+    # Transformers raises many kinds for files that are missing, damaged, or of another model.
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        there = Path(name).expanduser().exists()
+        where = "" if there else ": there is no such folder, and no such model on the hub"
+        raise ValueError(f"the {what} of {name} cannot be loaded{where} ({reason})") from error
+
+
 def _class_of(config: Any, model_class: Any) -> Any:
     import transformers
 
-    if model_class is not None and hasattr(model_class, "_model_mapping"):
+    if hasattr(model_class, "_model_mapping"):
+        if type(config) not in model_class._model_mapping:
+            raise ValueError(f"{model_class.__name__} has no class for a {type(config).__name__}")
         return model_class._model_mapping[type(config)]
     if model_class is not None:
+        if not _is_for(model_class, config):
+            name = getattr(model_class, "__name__", repr(model_class))
+            raise ValueError(
+                "model_class must be a class of models of transformers for a "
+                f"{type(config).__name__}, got {name}"
+            )
         return model_class
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
-    if kind is None:
-        named = f"names {names[0]}, which transformers does not have" if names else "names no class"
-        raise ValueError(f"the checkpoint {named}: give model_class=…")
+    if not _is_for(kind, config):
+        said = f"names {names[0]}, which is none of transformers" if names else "names no class"
+        raise ValueError(f"the checkpoint {said} for a {type(config).__name__}: give model_class=…")
     return kind
+
+
+def _is_for(kind: Any, config: Any) -> bool:
+    """Whether it is a class of models that are made from such a config."""
+    from transformers import PreTrainedModel
+
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        return False
+    made_of = getattr(kind, "config_class", None)
+    return made_of is None or isinstance(config, made_of)
 
 
 def _with_hosts(kind: Any, spec: Spec, trust: Trust) -> Any:

@@ -6,9 +6,7 @@ network, becomes one sentence. Weights are in the default dtype, float32, as tra
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 
 from ...own import Trust
-from .saved import from_pretrained
+from .saved import from_pretrained, told
 
 GGUF = ".gguf"
 
@@ -30,7 +28,7 @@ class Source:
     def read_config(self) -> Any:
         from transformers import AutoConfig
 
-        with self._told("config"):
+        with told(self.name, "config"):
             config = AutoConfig.from_pretrained(**self._where)
         # The weights of a GGUF file are read as plain numbers.
         if self._is_gguf and hasattr(config, "quantization_config"):
@@ -40,7 +38,7 @@ class Source:
     def read_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        with self._told("tokenizer"):
+        with told(self.name, "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(**self._where, trust_remote_code=False)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise ValueError(
@@ -57,7 +55,7 @@ class Source:
             "dtype": torch.get_default_dtype(),
             "config": copy.deepcopy(config),
         }
-        with self._told("model"):
+        with told(self.name, "model"):
             if getattr(config, "mercer", None) is not None:
                 model = from_pretrained(
                     self.name, model_class=AutoModelForCausalLM, trust_kernels=trust_kernels,
@@ -84,17 +82,3 @@ class Source:
             return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         name = str(path) if path.exists() else self.name
         return {"pretrained_model_name_or_path": name}
-
-    @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        # Transformers raises many kinds for files that are missing, damaged, or of another model.
-        except Exception as error:
-            lines = str(error).strip().splitlines()
-            reason = lines[0] if lines else type(error).__name__
-            there = Path(self.name).expanduser().exists()
-            where = "" if there else ": there is no such folder, and no such model on the hub"
-            raise ValueError(
-                f"the {what} of {self.name} cannot be loaded{where} ({reason})"
-            ) from error

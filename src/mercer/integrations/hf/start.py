@@ -27,8 +27,8 @@ def leave_softmax(model: nn.Module, progress: float) -> None:
 
     From progress 1 on, the kernels are RBF.
     """
-    if not (math.isfinite(progress) and progress >= 0):
-        raise ValueError(f"progress must be a number from 0 to 1, got {progress}")
+    if not (isinstance(progress, int | float) and math.isfinite(progress) and progress >= 0):
+        raise ValueError(f"progress must be a number from 0 to 1, got {progress!r}")
     bridges = [bridge for _, bridge in _bridges(model)]
     with torch.no_grad():
         for bridge in bridges:

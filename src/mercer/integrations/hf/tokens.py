@@ -71,7 +71,12 @@ def _add_ids(
     if not isinstance(ids, Tensor):
         raise ValueError(
             "the token kernels of this model need the ids of the tokens, but it was called "
-            "without input_ids: beside inputs_embeds, give token_ids, [B, T]"
+            "without input_ids: beside inputs_embeds, give token_ids, a tensor [B, T]"
+        )
+    embeds = _argument(module, "inputs_embeds", args, named)
+    if isinstance(embeds, Tensor) and ids.shape != embeds.shape[:2]:
+        raise ValueError(
+            f"token_ids must be {list(embeds.shape[:2])}, as inputs_embeds, got {list(ids.shape)}"
         )
     cache = _own_layers(_argument(module, "past_key_values", args, named))
     if cache is not None:
