@@ -100,7 +100,8 @@ def make(layers=2, heads=3, vocabulary=40, text=60, places=20, size=3, title="a 
 
 
 def _head(draw, layer, head, far):
-    shares = [draw.random() for _ in far]
+    # Token kernels with taps below 0 make weights below 0.
+    shares = [draw.random() - 0.1 for _ in far]
     return inspect.HeadSummary(
         layer=layer, head=head, kernel="exp(-|q - k|^2 / (2 * 1.97^2))",
         bandwidth=1.5 + draw.random(), start=1.68, neighbours=20 * draw.random() + 1, visible=64.5,

@@ -26,6 +26,8 @@ def place(tmp_path_factory):
     (place / "data.txt").write_text(text)
     (place / "novel.txt").write_text("the cat sat on the mat\n" * 30)
     (place / "tags.conllu").write_text(SENTENCE * 8)
+    (place / "bytes.conllu").write_bytes(b"1\tgood \xff")
+    (place / "cut.xz").write_bytes(lzma.compress(SENTENCE.encode())[:-9])
     for name, options in {
         "leng": {"system": "leng2026"},
         "rbf": {"kernel": "RBF(heads=2)"},
@@ -105,6 +107,11 @@ def test_published_token_kernels_need_no_model(invoke, place, tmp_path):
     rows = json.loads(done.stdout)["tokens"]
     assert max(rows, key=lambda row: row["deviation"])["id"] == 5
     assert rows[5]["text"] == tokenizer.decode([5])
+    assert len(json.loads(done.stdout)["notes"]) == 1
+    torch.save(torch.cat([weight, weight]), tmp_path / "more.pt")
+    done = invoke("published", str(tmp_path / "more.pt"), *files, columns=300)
+    assert "has 300 tokens, and there are kernels of 600" in done.output
+    assert "count" not in done.output
     page = tmp_path / "page.html"
     done = invoke(
         "published",
@@ -173,6 +180,8 @@ BAD = {
     "no text": (["rbf", "--text", "nowhere.txt"], "--text: nowhere.txt is not there"),
     "a folder as text": (["rbf", "--text", "cache"], "--text: cache is a folder"),
     "no tags": (["rbf", "--tags", "nowhere"], "--tags: nowhere is not there"),
+    "tags of bytes": (["rbf", "--tags", "bytes.conllu"], "bytes.conllu is not CoNLL-U"),
+    "tags cut short": (["rbf", "--tags", "cut.xz"], "cut.xz is no .xz file, or it is damaged"),
     "tags of no kind": (["rbf", "--tags", "novel.txt"], "no tagged word in novel.txt"),
     "rows of words": (["rbf", "--rows", "a:b"], "--rows must be FIRST:LAST such as 100:180"),
     "rows behind": (["rbf", "--rows", "9:900", "--output", "page.html"], "LAST < 32"),

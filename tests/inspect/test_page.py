@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 import zlib
 
@@ -36,10 +37,34 @@ def test_the_policy_allows_the_two_pieces_of_the_page_alone():
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
 
 
-def test_a_page_of_twelve_layers_and_a_large_vocabulary_is_small():
+@pytest.mark.parametrize("size", [3, 5, 7])
+def test_a_page_of_twelve_layers_and_a_large_vocabulary_is_small(size):
     # Of every row as many weights as `mercer inspect` takes for so many heads.
-    report = make(layers=12, heads=12, vocabulary=50_257, text=20_000, places=90_000 // 144 // 8)
-    assert len(inspect.make_page([report])) < 1.5e6
+    report = make(
+        layers=12, heads=12, vocabulary=50_257, text=20_000, places=90_000 // 144 // 8, size=size
+    )
+    page = inspect.make_page([report])
+    assert len(page) < 1.5e6
+    found = data_of(page)["models"][0]["tokens"]
+    width, unit = found["width"], 10 ** found["decimals"]
+    taps = [
+        (int(found["taps"][n * width : (n + 1) * width]) + found["low"]) / unit
+        for n in range(7 * size, 8 * size)
+    ]
+    assert taps == pytest.approx(report.tokens[7].kernel, abs=1 / unit)
+    assert unit >= {3: 1e6, 5: 1e4, 7: 1e3}[size]
+    assert found["deviation"][7] / 1e6 == pytest.approx(report.tokens[7].deviation, rel=1e-3)
+
+
+def test_taps_may_be_below_zero_and_not_finite():
+    values = (-0.25, math.nan, 1.5)
+    one = inspect.TokenKernel(
+        id=0, text="a", count=None, tag=None, kernel=values, deviation=0.5, direction=0.0
+    )
+    found = data_of(inspect.make_page([inspect.Report(title="t", tokens=inspect.Tokens((one,)))]))
+    (tokens,) = [model["tokens"] for model in found["models"]]
+    assert (tokens["low"], tokens["width"]) == (-250_000, 7)
+    assert tokens["taps"] == "000000002500001750000"
 
 
 def test_the_page_has_the_rows_of_the_reference():

@@ -49,7 +49,7 @@ def show(report: Report, console: Console) -> None:
 
 def show_distances(distances: Distances, console: Console) -> None:
     """The matrix of distances."""
-    table = Table(title="distances of token kernels", title_justify="left")
+    table = _table("distances of token kernels")
     table.add_column("from")
     for name in distances.names:
         table.add_column(escape(_visible(name)), justify="right")
@@ -61,11 +61,10 @@ def show_distances(distances: Distances, console: Console) -> None:
 def _show_heads(heads: Any, console: Console) -> None:
     shown = [(name, get) for name, get in HEADS if any(get(one) is not None for one in heads)]
     wide = console.width >= WIDE
-    table = Table(
-        title="heads", title_justify="left", caption_justify="left",
-        box=box.SIMPLE_HEAD, pad_edge=False,
-        caption="neighbours and distance in tokens; on self and on first are shares of the weight",
-    )  # fmt: skip
+    table = _table("heads")
+    table.caption = (
+        "neighbours and distance in tokens; on self and on first are shares of the weight"
+    )
     short = _shorten([one.layer for one in heads])
     for name in ("layer", "head", *(name for name, _ in shown)):
         table.add_column(name, justify="left" if name == "layer" else "right", no_wrap=True)
@@ -102,7 +101,7 @@ def _shorten(names: Sequence[str]) -> dict[str, str]:
 
 def _show_tags(report: Report, console: Console) -> None:
     beside = report.corpus is not None
-    table = Table(title="token kernels by part of speech", title_justify="left")
+    table = _table("token kernels by part of speech")
     table.add_column("part of speech")
     for name in ("tokens", "deviation", "spread", *(["published"] if beside else [])):
         table.add_column(name, justify="right")
@@ -114,16 +113,27 @@ def _show_tags(report: Report, console: Console) -> None:
 
 
 def _show_tokens(tokens: Any, console: Console) -> None:
-    table = Table(title="tokens that deviate most", title_justify="left")
-    for name in ("token", "count", "deviation", "direction", "taps"):
-        table.add_column(name, justify="left" if name == "token" else "right")
+    table = _table("tokens that deviate most")
+    counted = any(one.count is not None for one in tokens)
+    names = ["token", *(["count"] if counted else []), "deviation", "direction", "taps"]
+    for name in names:
+        left = name == "token"
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
     for one in sorted(tokens, key=lambda one: -one.deviation)[:MOST]:
-        count = "" if one.count is None else str(one.count)
-        taps = "  ".join(f"{x:.4f}" for x in one.kernel)
+        count = [str(one.count or 0)] if counted else []
+        decimals = 4 if len(one.kernel) <= 3 else 3
+        taps = "  ".join(f"{x:.{decimals}f}" for x in one.kernel)
         table.add_row(
-            _words([one.text]), count, _number(one.deviation), _number(one.direction), taps
+            _words([one.text]), *count, _number(one.deviation), _number(one.direction), taps
         )
     console.print(table)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )  # fmt: skip
 
 
 def _words(words: Any) -> str:

@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,11 +57,17 @@ def read_conllu(*paths: Path) -> Tags:
     """Words and universal part-of-speech tags of CoNLL-U files, plain, .gz or .xz."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for path in paths:
-        for line in _lines(path):
-            fields = line.rstrip("\n").split("\t")
-            # Ranges (3-4) and empty words (5.1) are not words of the sentence.
-            if len(fields) == 10 and fields[0].isdigit():
-                counts[fields[1]][fields[3]] += 1
+        try:
+            for line in _lines(path):
+                fields = line.rstrip("\n").split("\t")
+                # Ranges (3-4) and empty words (5.1) are not words of the sentence.
+                if len(fields) == 10 and fields[0].isdigit():
+                    counts[fields[1]][fields[3]] += 1
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not CoNLL-U: it is not UTF-8") from None
+        except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile):
+            kind = os.path.splitext(path)[1]
+            raise ValueError(f"{path} is no {kind} file, or it is damaged") from None
     if not counts:
         raise ValueError(f"no tagged word in {', '.join(map(str, paths))}: is it CoNLL-U?")
     return Tags(counts)

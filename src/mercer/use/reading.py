@@ -119,6 +119,7 @@ def read_published(
     # GPT-2's files may stand near the weights.
     found = tokens.choose(tokenizer, str, tuple, path.parent, source=path.parent)
     words = spell(found, kernels.vocab_size)
+    own = len(found.get_vocab())
     if len(words) > kernels.vocab_size:
         raise ValueError(
             f"{path} has kernels of {kernels.vocab_size} tokens, but the tokenizer has "
@@ -130,6 +131,11 @@ def read_published(
     shape = f"{kernels.size} taps on {' and '.join(NAMED[t] for t in kernels.on)}"
     facts = [("published kernels", shape), ("vocabulary", f"{kernels.vocab_size:,} tokens")]
     notes = ["These are token kernels without a model, so there are no heads and no rows."]
+    if own < kernels.vocab_size:
+        notes.append(
+            f"The tokenizer {tokenizer} has {own:,} tokens, and there are kernels of "
+            f"{kernels.vocab_size:,}: if it is not theirs, the words are wrong."
+        )
     if ids:
         facts.append(("text", f"{len(ids):,} tokens"))
     elif tagger is not None and published is not None:

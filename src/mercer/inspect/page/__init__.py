@@ -1,8 +1,9 @@
 """A report as one HTML file, which asks for nothing: no request, no font, no script from outside.
 
-The data is JSON, deflated and in base64. Tokens are text in it and become text nodes of the page,
-so that nothing in them is read as HTML. A Content-Security-Policy allows the page's own script and
-style, by their hashes, and forbids everything else.
+The data is JSON, deflated and in base64, with as many decimals of token kernels as fit. Tokens are
+text in it and become text nodes of the page, so that nothing in them is read as HTML. A
+Content-Security-Policy allows the page's own script and style, by their hashes, and forbids
+everything else.
 """
 
 from __future__ import annotations
@@ -27,19 +28,18 @@ SCRIPTS = (
     "core.js", "tables.js", "charts.js", "heads.js", "rows.js", "tokens.js", "training.js",
     "compare.js", "main.js",
 )  # fmt: skip
+# The most characters of data for a model, where fewer decimals of token kernels can help.
+MOST = 1_400_000
 
 
 def make_page(reports: Sequence[Report], distances: Distances | None = None) -> str:
     """The HTML of the page; several reports are views beside each other."""
     if not reports:
         raise ValueError("a page needs one report or more")
-    values = {
-        "models": [encode(report) for report in reports],
-        "distances": None if distances is None else encode_distances(distances),
-    }
-    text = json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # Half of a surrogate pair is no character of UTF-8.
-    packed = zlib.compress(text.encode("utf-8", "replace"), 9)
+    for decimals in (6, 4, 3, 2):
+        data = _pack(reports, distances, decimals)
+        if len(data) <= MOST * len(reports):
+            break
     style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     title = " and ".join(report.title for report in reports[:3])
     title += "" if len(reports) <= 3 else f" and {len(reports) - 3} more"
@@ -51,7 +51,7 @@ def make_page(reports: Sequence[Report], distances: Distances | None = None) -> 
         ),
         "STYLE": style,
         "SCRIPT": script,
-        "DATA": base64.b64encode(packed).decode(),
+        "DATA": data,
     }
     pieces = _asset("page.html").split("%%")
     assert len(pieces) % 2
@@ -78,6 +78,16 @@ def write_page(
     finally:
         Path(name).unlink(missing_ok=True)
     return path
+
+
+def _pack(reports: Sequence[Report], distances: Distances | None, decimals: int) -> str:
+    values = {
+        "models": [encode(report, decimals) for report in reports],
+        "distances": None if distances is None else encode_distances(distances),
+    }
+    text = json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # Half of a surrogate pair is no character of UTF-8.
+    return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"), 9)).decode()
 
 
 def _asset(name: str) -> str:

@@ -81,10 +81,10 @@ function numbers(x, series) {
   return place;
 }
 
-// The share of the weight by distance: a bar for each bin.
+// The share of the weight by distance: a bar for each bin. Weights may be below 0.
 function shares(one, { label, height = 190 }) {
   const values = one.shares.map((n) => n / MILLION);
-  const top = Math.max(...values, 1e-9);
+  const top = Math.max(...values.map(Math.abs), 1e-9);
   const names = one.far.map((d, n) => {
     const next = one.far[n + 1];
     return next === undefined ? d + "+" : next - d === 1 ? String(d) : d + "–" + (next - 1);
@@ -99,14 +99,15 @@ function shares(one, { label, height = 190 }) {
         svg("text", { class: "tick", x: PAD.left - 6, y: y + 4, "text-anchor": "end" }, format(v))];
     });
     const bars = values.map((v, n) => [
-      svg("rect", { class: "bar", x: PAD.left + n * step + 1, width: Math.max(step - 2, 1), y: PAD.top + (1 - v / top) * inner.h, height: (v / top) * inner.h },
+      svg("rect", { class: v < 0 ? "bar minus" : "bar", x: PAD.left + n * step + 1, width: Math.max(step - 2, 1), y: PAD.top + (1 - Math.abs(v) / top) * inner.h, height: (Math.abs(v) / top) * inner.h },
         svg("title", {}, names[n] + " tokens away: " + format(v))),
       n % every === 0 ? svg("text", { class: "tick", x: PAD.left + (n + 0.5) * step, y: height - 20, "text-anchor": "middle" }, names[n]) : null,
     ]);
     return svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label }, rows, bars,
       svg("text", { class: "axis", x: PAD.left + inner.w / 2, y: height - 4, "text-anchor": "middle" }, "distance in tokens"));
   };
-  return el("div", { class: "chart" }, el("p", { class: "axis-y" }, "share of the weight"), fluid(draw));
+  const unit = "share of the weight" + (values.some((v) => v < 0) ? ", orange below 0" : "");
+  return el("div", { class: "chart" }, el("p", { class: "axis-y" }, unit), fluid(draw));
 }
 
 // Small bars, without axes.
@@ -114,7 +115,7 @@ function bars(values, { width = 64, height = 26, label = null }) {
   const top = Math.max(...values.map(Math.abs), 1e-9);
   const step = width / Math.max(values.length, 1);
   return svg("svg", { class: "mini", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: label ? "img" : null, "aria-label": label, "aria-hidden": label ? null : "true" },
-    values.map((v, n) => svg("rect", { class: "bar", x: (n * step + 0.4).toFixed(2), width: Math.max(step - 0.8, 0.5).toFixed(2), y: ((1 - Math.abs(v) / top) * height).toFixed(2), height: Math.max((Math.abs(v) / top) * height, v ? 0.8 : 0).toFixed(2) })));
+    values.map((v, n) => svg("rect", { class: v < 0 ? "bar minus" : "bar", x: (n * step + 0.4).toFixed(2), width: Math.max(step - 0.8, 0.5).toFixed(2), y: ((1 - Math.abs(v) / top) * height).toFixed(2), height: Math.max((Math.abs(v) / top) * height, v ? 0.8 : 0).toFixed(2) })));
 }
 
 // A line without axes: how a number went.

@@ -1,4 +1,4 @@
-"""A report as small JSON: numbers are whole millionths, and names stand once.
+"""A report as small JSON: most numbers are whole millionths, and names stand once.
 
 What is large on a page is the vocabulary, the token kernels and the rows. They are flat lists of
 whole numbers, which deflate makes small.
@@ -20,8 +20,8 @@ MILLION = 1_000_000
 POINTS = 400
 
 
-def encode(report: Report) -> dict[str, Any]:
-    """The values that the scripts of the page read."""
+def encode(report: Report, decimals: int = 6) -> dict[str, Any]:
+    """The values that the scripts of the page read, with so many decimals of token kernels."""
     layers = _layers(report)
     number = {name: n for n, name in enumerate(layers)}
     words, ids = _text(report)
@@ -62,7 +62,7 @@ def encode(report: Report) -> dict[str, Any]:
             for one in report.spreads or ()
         ],
         "rows": _rows(report.rows, number),
-        "tokens": _tokens(report.tokens),
+        "tokens": _tokens(report.tokens, decimals),
         "tags": [
             {
                 "tag": one.tag, "tokens": one.tokens, "mean": one.mean, "spread": one.spread,
@@ -115,16 +115,25 @@ def _rows(rows: LargestRows | None, number: dict[str, int]) -> dict[str, Any] | 
     }
 
 
-def _tokens(tokens: Tokens | None) -> dict[str, Any] | None:
-    """Columns: the taps of all tokens, one after the other, and the deviations as they are."""
+def _tokens(tokens: Tokens | None, decimals: int) -> dict[str, Any] | None:
+    """Columns: the taps of all tokens, one after the other, and the deviations as they are.
+
+    Taps are whole numbers from `low` on, of `width` digits each, without anything between them.
+    """
     if tokens is None:
         return None
     tags = sorted({one.tag for one in tokens if one.tag is not None})
     place = {tag: n for n, tag in enumerate(tags)}
+    taps = _whole((tap for one in tokens for tap in one.kernel), 10**decimals)
+    low = min(taps, default=0)
+    width = len(str(max(taps, default=0) - low))
     return {
         "size": len(tokens[0].kernel) if tokens else 0,
-        "taps": _millionths(tap for one in tokens for tap in one.kernel),
-        "deviation": _millionths(one.deviation for one in tokens),
+        "decimals": decimals,
+        "low": low,
+        "width": width,
+        "taps": "".join(f"{tap - low:0{width}}" for tap in taps),
+        "deviation": _millionths(float(f"{one.deviation:.4g}") for one in tokens),
         "count": [one.count for one in tokens] if any(one.count for one in tokens) else None,
         "tags": tags,
         "tag": [-1 if one.tag is None else place[one.tag] for one in tokens] if tags else None,
@@ -155,4 +164,8 @@ def _short(x: float | None) -> float | None:
 
 
 def _millionths(numbers: Iterable[float]) -> list[int]:
-    return [round(x * MILLION) if math.isfinite(x) else 0 for x in numbers]
+    return _whole(numbers, MILLION)
+
+
+def _whole(numbers: Iterable[float], unit: int) -> list[int]:
+    return [round(x * unit) if math.isfinite(x) else 0 for x in numbers]

@@ -3,9 +3,9 @@
 function viewTokens(model) {
   const found = model.tokens;
   if (!found) return [empty("This model has no token kernels. Systems with token kernels, such as leng2026, have one for each token of the vocabulary.")];
-  const size = found.size, p = (size - 1) / 2;
+  const size = found.size, p = (size - 1) / 2, { width, low, decimals } = found;
   const all = model.words.map((text, id) => {
-    const taps = found.taps.slice(id * size, (id + 1) * size).map((n) => n / MILLION);
+    const taps = Array.from({ length: size }, (_, n) => (Number(found.taps.substr((id * size + n) * width, width)) + low) / 10 ** decimals);
     const side = taps.slice(p + 1).reduce((a, b) => a + b, 0) - taps.slice(0, p).reduce((a, b) => a + b, 0);
     return { id, text, taps, side, deviation: found.deviation[id] / MILLION, count: found.count ? found.count[id] : null, tag: found.tag && found.tag[id] >= 0 ? found.tags[found.tag[id]] : null };
   });
@@ -17,7 +17,7 @@ function viewTokens(model) {
     { name: "Deviation", number: true, value: (one) => one.deviation, help: "|kernel − Dirac|: 0 where the token's value stays its own" },
     { name: "Direction", number: true, value: (one) => one.side, cell: (one) => direction(one.side), help: "Taps to the right minus taps to the left" },
     { name: "Kernel", cell: (one) => strip(one.taps) },
-    { name: "Taps", cell: (one) => el("span", { class: "mono" }, one.taps.map((x) => x.toFixed(4)).join("  ")), class: "taps" },
+    { name: "Taps", cell: (one) => el("span", { class: "mono" }, one.taps.map((x) => x.toFixed(Math.min(decimals, 4))).join("  ")), class: "taps" },
   ];
   const start = columns.findIndex((c) => c.name === "Deviation");
   const table = sortable({ label: "All tokens", columns, rows: all, by: start, most: 40 });
@@ -90,7 +90,7 @@ function inText(model, all) {
       if (one.deviation > top * 0.02) {
         node.classList.add("seen");
         node.style.setProperty("--w", (8 + 52 * one.deviation / top).toFixed(1) + "%");
-        node.title = `deviation ${format(one.deviation)}, taps ${one.taps.map((x) => x.toFixed(4)).join(", ")}`;
+        node.title = `deviation ${format(one.deviation)}, taps ${one.taps.map(format).join(", ")}`;
       }
       return node;
     }));
