@@ -31,6 +31,7 @@ def test_a_snippet_runs(snippet, page, tmp_path, monkeypatch):
     if "import timm\n" in snippet:
         pytest.importorskip("timm", reason="timm is not installed")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name in write_files(page, tmp_path):
         monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
     for package in ("transformers", "peft"):
@@ -40,7 +41,8 @@ def test_a_snippet_runs(snippet, page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_an_example_runs(path, monkeypatch):
+def test_an_example_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if path.stem.startswith("hf_"):
         pytest.importorskip("peft" if path.stem == "hf_peft" else "transformers")
     # An example may take a model as its argument.
