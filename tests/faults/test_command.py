@@ -212,3 +212,13 @@ def test_other_programs_keep_their_hook(name, expected, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name])
     assert interrupt.is_command() is expected
     assert sys.excepthook is not interrupt._say
+
+
+@pytest.mark.parametrize("options", [["kernels"], ["systems", "--json"], ["--help"]])
+def test_a_closed_reader_ends_it_with_its_code(options):
+    """As in `mercer kernels | true`."""
+    command = [sys.executable, "-m", "mercer.cli.main", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 141

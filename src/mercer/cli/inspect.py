@@ -166,6 +166,8 @@ def _sentences() -> Iterator[None]:
         _fail(f"{error.reason}: if you trust it, add {shlex.join(trust_words(error.sources))}")
     except (ValueError, ImportError) as error:
         _fail(str(error))
+    except BrokenPipeError:
+        raise
     except OSError as error:
         _fail(str(error), code=1)
 

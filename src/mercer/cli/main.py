@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 # Exit codes of what the commands do not handle themselves.
-NO_MEMORY, UNEXPECTED, INTERRUPTED = 1, 4, 130
+NO_MEMORY, UNEXPECTED, INTERRUPTED, PIPE_CLOSED = 1, 4, 130, 141
 
 
 def main() -> None:
@@ -23,6 +23,9 @@ def main() -> None:
         # typer ends in silence after Ctrl-C.
         if isinstance(getattr(error.__context__, "__cause__", None), KeyboardInterrupt):
             _end("stopped", INTERRUPTED)
+        # typer and rich end with 1 where the reader of the output closed it.
+        if error.code == 1 and _broken_pipe(error):
+            sys.exit(PIPE_CLOSED)
         raise
     except KeyboardInterrupt:
         _end("stopped", INTERRUPTED)
@@ -33,6 +36,12 @@ def main() -> None:
         if "can't allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
             _end("error: the memory is full", NO_MEMORY)
         _report(error)
+
+
+def _broken_pipe(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, BrokenPipeError):
+        error = error.__context__
+    return error is not None
 
 
 def _report(error: Exception) -> NoReturn:

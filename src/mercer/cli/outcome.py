@@ -80,4 +80,6 @@ def next_steps(task: str, settings: Settings, result: Result) -> list[str]:
         return [f"mercer evaluate {folder} --split test"]
     untested = result.test_split and settings.split != "test"
     other = "" if task == "vision" else " --data FILE"
-    return [first[task], f"mercer evaluate {folder}" + (" --split test" if untested else other)]
+    judge = f"mercer evaluate {folder}" + (" --split test" if untested else other)
+    read = [f"mercer inspect {folder}"] if task == "lm" else []
+    return [first[task], judge, *read]
