@@ -110,6 +110,10 @@ def wrong():
         {"value_taps": taps, "filter": mc.Mask(torch.ones(1, 2, 8, 8).bool().tril().cumsum(1) > 1)},
         {"value_taps": taps, "kernel": mc.Linear(signed=True), "backend": "reference"},
         {"value_taps": taps, "normalize": 0.0},
+        {"value_taps": torch.randn(1, 8, 1, 4)},
+        {"key_taps": torch.randn(1, 8, 5, 3)},
+        {"value_taps": torch.randn(3, 8, 1, 3)},
+        {"value_taps": "taps"},
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"taps|heads|sum|kernels|normalize") as error:
@@ -125,3 +129,7 @@ def test_misuse_is_named(answers):
         assert "token kernels need a filter that is the same for all heads" in said[2]
         assert "backend 'reference' gives no sign of their sum" in said[3]
         assert "normalize must be None or a positive finite number" in said[4]
+        assert "value_taps must have an odd number of taps, got 4" in said[5]
+        assert "key_taps must be [1, 8, 1 or 2, S], got [1, 8, 5, 3]" in said[6]
+        assert "value_taps must be [1, 8, 1 or 2, S], got [3, 8, 1, 3]" in said[7]
+        assert "value_taps must be numbers [B, K, H or 1, S], got str" in said[8]

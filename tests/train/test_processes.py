@@ -269,11 +269,15 @@ def test_two_processes_fine_tune_a_model_of_transformers_as_one_does(caches, tmp
     assert_same_curve(tmp_path / "2", tmp_path / "1")
 
 
-@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
-def test_two_processes_share_their_sequences(fsdp, shared, alone, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "sharing", "fsdp"),
+    [(2, 2, False), (2, 2, True), (4, 2, False), (4, 2, True), (4, 4, False)],
+)
+def test_processes_share_their_sequences(size, sharing, fsdp, shared, alone, tmp_path):
+    """Four processes with two for each sequence are two groups, beside DDP or FSDP2."""
     folder = tmp_path / "run"
-    more = {"output": str(folder), "fsdp": fsdp, "context_parallel": 2}
-    assert [status for _, status, *_ in run_together(2, {**shared, **more})] == ["done"] * 2
+    more = {"output": str(folder), "fsdp": fsdp, "context_parallel": sharing}
+    assert [status for _, status, *_ in run_together(size, {**shared, **more})] == ["done"] * size
     assert_same_curve(folder, alone)
 
 

@@ -27,6 +27,11 @@ def attend(
         x: the part of this process, [B, length / size, d_model].
         filter, token_ids, offset: as in the layer, of the whole sequence.
     """
+    if not isinstance(layer, KernelAttention | GaussianAttention):
+        raise ValueError(
+            "a layer over a split sequence is a KernelAttention or a GaussianAttention, got "
+            f"{type(layer).__name__}"
+        )
     split.check(x, 1)
     tokens = None
     if isinstance(layer, KernelAttention) and layer.has_token_kernels:

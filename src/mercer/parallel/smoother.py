@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from ..dispatch.problem import prepare
+from ..dispatch.problem import check_options, prepare
 from ..filters import Filter, Full
 from ..kernels import Kernel
 from ..smoother import solve as solve_here
@@ -52,17 +52,27 @@ def smooth(
         filter: that of the whole sequence, such as Causal() or Documents with all ids.
         kernel, backend, dropout_p, return_log_mass: as in `mercer.smooth`.
     """
-    q, k = Features.of(q), Features.of(k)
-    for x in (*q.tensors(), *k.tensors(), v):
-        split.check(x, 2)
-    filter.check(v.shape[0], split.length, split.length)
-    q, k, v = lowered(q, k, v)
+    q, k, v = read(q, k, v, split, filter, backend, dropout_p)
     with torch.autocast(v.device.type, enabled=False):
         found = solve(kernel, q, k, v, split, filter, backend, dropout_p, return_log_mass)
     if not return_log_mass:
         return found.out
     assert found.log_mass is not None
     return found.out, found.log_mass
+
+
+def read(
+    q: Input, k: Input, v: Tensor, split: Split, filter: Filter, backend: str, dropout_p: float
+) -> tuple[Features, Features, Tensor]:
+    """The inputs of a call, checked, in the dtype of autocast."""
+    if not isinstance(split, Split):
+        raise ValueError(f"split must be a Split, got {type(split).__name__}")
+    check_options(filter, backend, dropout_p)
+    q, k = Features.of(q), Features.of(k)
+    for x in (*q.tensors(), *k.tensors(), v):
+        split.check(x, 2)
+    filter.check(v.shape[0], split.length, split.length)
+    return lowered(q, k, v)
 
 
 def lowered(q: Features, k: Features, v: Tensor) -> tuple[Features, Features, Tensor]:

@@ -54,15 +54,19 @@ class Split:
                     "mesh['context']"
                 )
             mesh = mesh.get_group()
+        elif not isinstance(mesh, ProcessGroup):
+            raise ValueError(
+                f"mesh must be a DeviceMesh or a process group, got {type(mesh).__name__}"
+            )
         if exchange not in get_args(Exchange):
             raise ValueError(f"exchange must be 'gather' or 'ring', got {exchange!r}")
         self.group, self.rank, self.size = mesh, dist.get_rank(mesh), dist.get_world_size(mesh)
         self.length, self.balanced, self.exchange = length, balanced, exchange
         number = self.size * (2 if balanced else 1)
-        if length < 1 or length % number:
+        if not isinstance(length, int) or length < 1 or length % number:
             raise ValueError(
                 f"a sequence split among {self.size} processes needs a length that is a multiple "
-                f"of {number}, got {length}"
+                f"of {number}, got {length!r}"
             )
         self.step = length // number
 
@@ -91,7 +95,7 @@ class Split:
 
     def cut(self, x: Tensor, dim: int = 1) -> Tensor:
         """The part of this process of a tensor that all have."""
-        if x.shape[dim] != self.length:
+        if x.dim() <= dim or x.shape[dim] != self.length:
             raise ValueError(
                 f"the split sequence has {self.length} tokens in dimension {dim}, but x is "
                 f"{list(x.shape)}"
@@ -116,6 +120,9 @@ class Split:
 
     def check(self, x: Tensor, dim: int) -> None:
         """Raise ValueError if this is not the part of a process."""
+        if not isinstance(x, Tensor) or x.dim() <= dim:
+            came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"the tokens must be in dimension {dim} of a tensor, got {came}")
         if x.shape[dim] != self.share:
             raise ValueError(
                 f"each process must have {self.share} of the {self.length} tokens in dimension "

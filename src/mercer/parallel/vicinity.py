@@ -19,10 +19,16 @@ from ..kernels import Exponential, Kernel
 from ..term.features import Features, Input
 from ..term.mix import Smoothed, mix
 from ..tokenwise.split import Vicinity
-from ..tokenwise.taps import Boundary, check_boundary, check_temperature, num_cut
+from ..tokenwise.taps import (
+    Boundary,
+    check_boundary,
+    check_taps,
+    check_temperature,
+    num_cut,
+)
 from .collectives import gather
 from .ring import mix_rows
-from .smoother import lowered, solve
+from .smoother import read, solve
 from .split import Chunk, Split
 
 
@@ -48,6 +54,15 @@ def vicinity(
         key_taps, value_taps: those of all tokens, [B, length, H or 1, S].
         normalize, boundary, kernel, backend, dropout_p: as in `mercer.vicinity`.
     """
+    q, k, v = read(q, k, v, split, filter, backend, dropout_p)
+    for name, taps in (("key_taps", key_taps), ("value_taps", value_taps)):
+        if isinstance(taps, Tensor) and taps.dim() == 4 and taps.shape[1] != split.length:
+            raise ValueError(
+                f"{name} must be those of all {split.length} tokens, [B, {split.length}, H or 1, "
+                f"S], got {list(taps.shape)}"
+            )
+        x = k.part("content") if name == "key_taps" else v
+        check_taps(name, taps, x, len(v), split.length, q.heads)
     convolution = Convolution(key_taps, value_taps, normalize, boundary)
     check_boundary(boundary)
     check_temperature("normalize", normalize)
@@ -60,7 +75,6 @@ def vicinity(
             "sum, which the nearest keys of token kernels need: take backend 'chunked'"
         )
     filter = filter.to(v.device)
-    q, k, v = lowered(Features.of(q), Features.of(k), v)
     with torch.autocast(v.device.type, enabled=False):
         chunks = with_halo(split, halo, k, v, convolution)
         own = [each.convolved(filter) for each in chunks]
@@ -156,13 +170,6 @@ def cut_taps(convolution: Convolution, places: slice) -> Convolution:
 
 
 def _check(split: Split, convolution: Convolution, halo: int, filter: Filter) -> None:
-    for name in ("key_taps", "value_taps"):
-        taps = getattr(convolution, name)
-        if taps is not None and (taps.dim() != 4 or taps.shape[1] != split.length):
-            raise ValueError(
-                f"{name} must be those of all {split.length} tokens, [B, {split.length}, H or 1, "
-                f"S], got {list(taps.shape)}"
-            )
     if halo > split.step:
         raise ValueError(
             f"token kernels of size {convolution.size} read {halo} tokens beside a chunk, but "

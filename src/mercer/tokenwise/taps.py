@@ -38,6 +38,31 @@ def check_temperature(name: str, value: object) -> None:
         raise ValueError(f"{name} must be None or a positive finite number, got {value}")
 
 
+def check_taps(
+    name: str, taps: object, x: Tensor, batch: int, num_keys: int, query_heads: int
+) -> None:
+    """Raise ValueError where taps do not fit what they convolve, [B, H, K, D]."""
+    if taps is None:
+        return
+    if not isinstance(taps, Tensor) or taps.dim() != 4 or not taps.is_floating_point():
+        came = list(taps.shape) if isinstance(taps, Tensor) else type(taps).__name__
+        raise ValueError(f"{name} must be numbers [B, K, H or 1, S], got {came}")
+    sequences, length, heads, size = taps.shape
+    # Compared one by one: torch.compile cannot test a symbolic size with `in`.
+    fits = length == num_keys and (sequences == 1 or sequences == batch)
+    if not (fits and (heads == 1 or heads == x.shape[1] or heads == query_heads)):
+        allowed = sorted({1, x.shape[1], query_heads})
+        raise ValueError(
+            f"{name} must be [{batch}, {num_keys}, {' or '.join(map(str, allowed))}, S], "
+            f"got {list(taps.shape)}"
+        )
+    if size % 2 == 0:
+        raise ValueError(f"{name} must have an odd number of taps, got {size}")
+    check_size(size)
+    if taps.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, but is on {taps.device}")
+
+
 def cut(
     taps: Tensor, normalize: float | None, boundary: Boundary, away: int | None
 ) -> tuple[int, Tensor]:

@@ -39,7 +39,7 @@ from ..term.mix import Smoothed, mix
 from .definition import reference
 from .ordered import Ordered
 from .split import Vicinity
-from .taps import Boundary, check_boundary, check_size, check_temperature
+from .taps import Boundary, check_boundary, check_taps, check_temperature
 
 
 @overload
@@ -147,24 +147,6 @@ def _check_filter(problem: Problem) -> None:
 
 
 def _check_taps(name: str, taps: Tensor | None, problem: Problem) -> None:
-    if taps is None:
-        return
-    if not isinstance(taps, Tensor) or taps.dim() != 4 or not taps.is_floating_point():
-        came = list(taps.shape) if isinstance(taps, Tensor) else type(taps).__name__
-        raise ValueError(f"{name} must be numbers [B, K, H or 1, S], got {came}")
-    batch, length, heads, size = taps.shape
     num_keys = problem.k.length + (0 if problem.places is None else problem.places.left_out)
-    k = problem.k.part("content") if name == "key_taps" else problem.v
-    # Compared one by one: torch.compile cannot test a symbolic size with `in`.
-    fits = length == num_keys and (batch == 1 or batch == problem.batch)
-    if not (fits and (heads == 1 or heads == k.shape[1] or heads == problem.q.heads)):
-        allowed = sorted({1, k.shape[1], problem.q.heads})
-        raise ValueError(
-            f"{name} must be [{problem.batch}, {num_keys}, "
-            f"{' or '.join(map(str, allowed))}, S], got {list(taps.shape)}"
-        )
-    if size % 2 == 0:
-        raise ValueError(f"{name} must have an odd number of taps, got {size}")
-    check_size(size)
-    if taps.device != problem.v.device:
-        raise ValueError(f"{name} must be on {problem.v.device}, but is on {taps.device}")
+    x = problem.k.part("content") if name == "key_taps" else problem.v
+    check_taps(name, taps, x, problem.batch, num_keys, problem.q.heads)
