@@ -98,8 +98,17 @@ def page_of(title: str, sections: list[tuple[str, list[str]]]) -> str:
         if module:
             about = ast.get_docstring(ast.parse(file_of(module).read_text())) or ""
             text.append(about.partition("\n\n")[0])
-        text += [f"::: {path}.{name}" for name in names]
+        text += [directive(module, name) for name in names]
     return "\n\n".join(text) + "\n"
+
+
+def directive(module: str, name: str) -> str:
+    """What mkdocstrings reads. A function in a module of its own name is meant, not the module."""
+    inner = f"{module}.{name}" if module else name
+    within = file_of(module).name == "__init__.py" and is_module(module, None, name)
+    if within and name in dict(names_of(inner)):
+        return f'<a id="mercer.{inner}"></a>\n\n::: mercer.{inner}.{name}'
+    return f"::: mercer.{inner}"
 
 
 def table_page() -> str:

@@ -51,6 +51,16 @@ def test_the_reference_has_every_public_name(site):
     assert not wanted - found
 
 
+def test_functions_are_there_and_not_modules_of_their_names(site):
+    assert reference.directive("train", "Settings") == "::: mercer.train.Settings"
+    for name in ("inspect.heads", "use.generate", "train.run", "explain"):
+        page = site / "reference" / f"{name.split('.')[0]}.html"
+        found = names_in(page if page.exists() else page.with_stem("mercer"))
+        assert f"mercer.{name}.{name.split('.')[-1]}" in found
+    for page in (site / "reference").glob("*.html"):
+        assert "doc-symbol-heading doc-symbol-module" not in page.read_text(), page.name
+
+
 def test_every_module_is_public_or_inside():
     there = {path.stem for path in reference.PACKAGE.iterdir() if path.suffix in ("", ".py")}
     known = {name.split(".")[0] for name in (*reference.PUBLIC, *reference.INSIDE)}
