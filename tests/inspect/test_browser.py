@@ -208,3 +208,11 @@ def test_text_has_the_contrast_that_readers_need(visit, scheme):
     found = page.evaluate(CONTRAST)
     assert len(found) == 16
     assert [one for one in found if one[2] < 4.5] == []
+
+
+def test_it_is_printed_in_the_colours_of_paper(visit):
+    light, dark = visit(), visit(color_scheme="dark")
+    before = dark.evaluate(CONTRAST)
+    for page in (light, dark):
+        page.emulate_media(media="print")
+    assert dark.evaluate(CONTRAST) == light.evaluate(CONTRAST) != before

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mercer as mc
 from mercer import inspect
@@ -117,6 +119,22 @@ def test_rows_of_segments_count_their_places_from_the_beginning():
     assert one.weights.sum(-1) == pytest.approx(torch.ones(HEADS, 1), abs=1e-5)
     (head, *_) = inspect.heads(Segments(), x)
     assert head.visible > 3
+
+
+def test_no_matrix_of_all_pairs_is_formed():
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            self.most = max([getattr(self, "most", 0), *sizes])
+            return out
+
+    torch.manual_seed(0)
+    length = 4096
+    layer = mn.KernelAttention(8, 1, kernel=mc.RBF(1.0), filter=mc.Causal())
+    with Largest() as seen:
+        inspect.rows(layer, torch.randn(1, length, 8), [7, length - 1])
+    assert 0 < seen.most < length**2 / 8
 
 
 def test_places_that_do_not_exist_are_refused():
