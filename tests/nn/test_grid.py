@@ -1,4 +1,8 @@
-"""Every content kernel x every position x every filter, as a layer: backends against reference."""
+"""Content kernels, positions and filters as a layer, every pair of them, against the reference.
+
+Each kernel with each position meets a third of the filters. The thirds are arranged such that each
+kernel, and each position, meets every filter.
+"""
 
 import pytest
 import torch
@@ -20,13 +24,14 @@ POSITIONS = {
     "alibi": mc.nn.ALiBi(trainable=True),
     "grid": mc.nn.Grid2D(3, 4),
 }
+THIRDS = 3
 CONTENT = [name for name in KERNELS if not KERNELS[name]().relative and name != "linear"]
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("kernel", CONTENT)
-def test_every_kernel_with_every_position_under_every_filter(kernel, position):
+def test_every_kernel_with_every_position_under_filters(kernel, position):
     layer = mc.nn.KernelAttention(
         WIDTH, HEADS, kernel=KERNELS[kernel](), position=POSITIONS[position]
     ).double()
@@ -34,7 +39,8 @@ def test_every_kernel_with_every_position_under_every_filter(kernel, position):
     steer = torch.randn(2, T, WIDTH, dtype=torch.float64)
     wanted = (x, *layer.parameters())
     taken = set()
-    for name, filter in FILTERS.items():
+    third = (CONTENT.index(kernel) + list(POSITIONS).index(position)) % THIRDS
+    for name, filter in list(FILTERS.items())[third::THIRDS]:
         results = {}
         for backend in ("reference", "chunked", "sdpa"):
             layer.backend = backend

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 LEVEL = 0.95
 LEAST = 3
@@ -43,10 +44,10 @@ def bootstrap(differences: Sequence[float]) -> Interval | None:
         drawn = itertools.product(differences, repeat=count)
         means = sorted(math.fsum(sample) / count for sample in drawn)
     else:
-        choose = random.Random(0)
-        means = sorted(
-            math.fsum(choose.choices(differences, k=count)) / count for _ in range(MOST_RESAMPLES)
-        )
+        choose = torch.Generator().manual_seed(0)
+        chosen = torch.randint(count, (MOST_RESAMPLES, count), generator=choose)
+        values = torch.tensor(differences, dtype=torch.float64)
+        means = values[chosen].mean(1).sort().values.tolist()
     cut = (1 - LEVEL) / 2 * (len(means) - 1)
     low, high = means[math.floor(cut)], means[math.ceil(len(means) - 1 - cut)]
     return Interval(statistics.fmean(differences), low, high, count)
