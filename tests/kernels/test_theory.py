@@ -36,16 +36,17 @@ def test_proposition_3_a_filter_that_hides_something_is_not(filter):
     filter = FILTERS[filter]()
     kernel = mc.RBF().double()
     q, k, v = inputs(kernel, Shape(queries=11, keys=11))
-    mask = filter.mask(11, 11).expand(2, 1, 11, 11)
+    mask = filter.mask(11, 11)
+    mask = mask.expand(2, -1, 11, 11)
     assert not mask.all()
     plain = mc.smooth(kernel, q, k, v, filter=filter)
     # The permutation of the proof: a hidden key changes places with a visible one.
-    b, _, i, hidden = (~mask & mask.any(-1, keepdim=True)).nonzero()[0].tolist()
-    seen = int(mask[b, 0, i].nonzero()[0])
+    b, h, i, hidden = (~mask & mask.any(-1, keepdim=True)).nonzero()[0].tolist()
+    seen = int(mask[b, h, i].nonzero()[0])
     order = torch.arange(11)
     order[[hidden, seen]] = order[[seen, hidden]]
     shuffled = mc.smooth(kernel, q, permuted(k, order), v[:, :, order], filter=filter)
-    assert (plain - shuffled)[b, :, i].abs().max() > 1e-3
+    assert (plain - shuffled)[b, h, i].abs().max() > 1e-3
 
 
 def test_proposition_1_decoder_self_attention_is_not_permutation_equivariant():

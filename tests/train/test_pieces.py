@@ -20,7 +20,7 @@ from mercer.train.state import capture_random, kept_random, restore_random, seed
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"task": "speech"}, "task must be one of lm, translation, vision, recall, got 'speech'"),
+        ({"task": "speech"}, "task must be one of lm, translation, vision, recall, tagging, got"),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16"),
         ({"device": "abacus"}, "device must be one of cpu, cuda"),
         ({"evaluate_by": "eye"}, "evaluate_by must be one of blocks, sliding, memory"),

@@ -21,6 +21,7 @@ from ..filters import Causal, Documents, Filter, Fixed, Full, Memory, Padding, S
 from ..kernels import (
     RBF,
     ALiBi,
+    Bridge,
     Buckets,
     Exponential,
     Kernel,
@@ -56,6 +57,7 @@ def _many(heads: int, dim: int) -> Kernel:
 KERNELS: dict[str, Callable[[int, int], Kernel]] = {
     **{name: entry.build for name, entry in catalogue.KERNELS.items()},
     "rbf-fixed": lambda h, d: RBF(d**0.5, trainable=False),
+    "bridge": lambda h, d: Bridge(d**0.5, 0.5, heads=h),
     "rbf*rbf": lambda h, d: RBF(d**0.5) * RBF(d**0.5, on="position"),
     "alibi-learned": lambda h, d: Exponential() * ALiBi(torch.nn.Parameter(ALiBi.standard(h))),
     "adaptive*alibi": lambda h, d: (

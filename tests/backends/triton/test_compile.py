@@ -50,7 +50,7 @@ class Call:
     backend: str = "triton"
     # Gradients of queries are summed on Hopper where they see so many keys.
     many: float = math.inf
-    # What is alike for all GPUs is compiled for one.
+    # What is alike for all GPUs, or close to another case, is compiled for one.
     on: tuple[int, ...] = (90, 80)
 
 
@@ -70,8 +70,8 @@ def _two():
     return mc.Exponential() * mc.Exponential(on="position")
 
 
-def _table(count):
-    return lambda: mc.Exponential() * mc.Lookup(_rows(count, 64))
+def _table(count, dim=64):
+    return lambda: mc.Exponential() * mc.Lookup(_rows(count, dim))
 
 
 def _buckets():
@@ -106,14 +106,17 @@ STATES = {f"polynomial.{name}" for name in NAMES}
 DOCUMENTS = mc.Documents(torch.arange(LENGTH).div(90, rounding_mode="floor").expand(1, -1))
 DECODING = {"queries": 1, "keys": 2048, "learns": False}
 CALLS = {
-    "softmax": Call(mc.Exponential, ALL, dim=32, filter=mc.Window(70, 30)),
+    "softmax": Call(mc.Exponential, ALL, dim=32, filter=mc.Window(70, 30), on=HOPPER),
     "window": Call(
         mc.Exponential, {FORWARD, QUERIES}, {"hopper.backward_keys"}, filter=mc.Window(70, 30),
         on=HOPPER,
     ),
-    "rbf": Call(_rbf, ALL | {"triton.half_norms", "triton.sum_to_scale"}, dim=32),
+    "rbf": Call(_rbf, ALL | {"triton.half_norms", "triton.sum_to_scale"}, dim=32, on=AMPERE),
     "rbf-sums": Call(_rbf, {FORWARD}, SUMS, many=1, on=HOPPER),
-    "rbf-stores": Call(_rbf, set(), STORES | {"hopper.stored_to_queries"}, ALL, dim=128),
+    "rbf-stores": Call(
+        _rbf, {"triton.half_norms", "triton.sum_to_scale"}, STORES | {"hopper.stored_to_queries"},
+        dim=128, on=HOPPER,
+    ),
     "adaptive": Call(_adaptive(64), {"triton.steer", "triton.steer_backward"}, filter=DOCUMENTS),
     "adaptive-sums": Call(_adaptive(64), {FORWARD}, SUMS, many=1, on=HOPPER),
     "adaptive-stores": Call(
@@ -128,25 +131,27 @@ CALLS = {
         dim=128,
     ),
     "two-links": Call(
-        lambda: mc.Polynomial() * mc.Laplace(8.0, on="position"), ALL, on=HOPPER,
+        lambda: mc.Polynomial() * mc.Laplace(8.0, on="position"), ALL, dim=32, on=HOPPER,
     ),
-    "two-distances": Call(lambda: mc.RBF(8.0) * mc.RBF(9.0, on="position"), ALL),
+    "two-distances": Call(lambda: mc.RBF(8.0) * mc.RBF(9.0, on="position"), ALL, dim=32, on=AMPERE),
     "table": Call(_table(33), ALL | BANDS, filter=mc.Window(60, 20), on=HOPPER),
     "table-of-all": Call(
         _table(1201), BANDS, {"triton.deltas", "hopper.backward_keys"}, queries=600, keys=600,
         on=HOPPER,
     ),
-    "table-far": Call(_table(33), BANDS | {"triton.merge_far"}, queries=8192, keys=8192),
-    "table-per-head": Call(_buckets, {"triton.band_to_table"}),
-    "polynomial": Call(mc.Polynomial, ALL),
+    "table-far": Call(
+        _table(33, 32), BANDS | {"triton.merge_far"}, queries=8192, keys=8192, dim=32,
+    ),
+    "table-per-head": Call(_buckets, {"triton.band_to_table"}, dim=32),
+    "polynomial": Call(mc.Polynomial, ALL, on=HOPPER),
     "states": Call(
         mc.Polynomial, STATES, backend="linear", queries=4500, keys=4500,
     ),
-    "laplace": Call(lambda: mc.Laplace(8.0), ALL, on=AMPERE),
-    "matern": Call(lambda: mc.Matern(2.5, 8.0), ALL, on=HOPPER),
+    "laplace": Call(lambda: mc.Laplace(8.0), ALL, dim=32, on=AMPERE),
+    "matern": Call(lambda: mc.Matern(2.5, 8.0), ALL, dim=32, on=HOPPER),
     "rational": Call(mc.RationalQuadratic, ALL, on=HOPPER),
-    "float32": Call(lambda: mc.RBF(8.0), ALL, dtype=torch.float32, dim=32, on=AMPERE),
-    "dropout": Call(mc.Exponential, ALL, dropout=0.1, on=AMPERE),
+    "float32": Call(lambda: mc.RBF(8.0), ALL, dtype=torch.float32, dim=16, on=AMPERE),
+    "dropout": Call(mc.Exponential, ALL, dropout=0.1, dim=32, on=AMPERE),
     "decoding": Call(lambda: mc.RBF(8.0), {FORWARD, "triton.merge"}, **DECODING),
     "decoding-table": Call(_table(33), {FORWARD, "triton.spread"}, **DECODING),
     "decoding-sum": Call(lambda: mc.RBF(8.0) + mc.Exponential(), {FORWARD}, **DECODING, on=HOPPER),
