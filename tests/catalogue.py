@@ -50,3 +50,5 @@ FILTERS = {
     "packed": lambda: mc.Causal() & mc.Documents(DOCUMENTS),
     "either": lambda: mc.Strided(4) | mc.Window(0, 2) & mc.Padding([11, 5]),
 }
+# Those that no fused kernel takes, and their classes.
+UNFUSED = {"mask": "Mask", "heads": "Heads", "blocks": "Blocks"}
