@@ -92,9 +92,10 @@ def wrong():
         lambda: model(ids, split=Split(mesh, T), use_cache=True),
         lambda: model(ids, split=Split(mesh, T), output_attentions=True),
         lambda: segments(ids, split=Split(mesh, T)),
+        lambda: Split(mesh, T).reduce_gradients(3),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="split") as error:
+        with pytest.raises(ValueError, match=r"split|reduce_gradients") as error:
             call()
         said.append(str(error.value))
     return said
@@ -106,3 +107,4 @@ def test_misuse_is_named(answers):
         assert "takes no cache, no memory and no output_attentions" in said[1]
         assert "takes no cache, no memory and no output_attentions" in said[2]
         assert "this model reads segments of 16 tokens one after the other" in said[3]
+        assert said[4] == "reduce_gradients takes a module with parameters, got int"

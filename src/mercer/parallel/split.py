@@ -134,6 +134,10 @@ class Split:
 
         DDP and FSDP2 do this by themselves.
         """
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"reduce_gradients takes a module with parameters, got {type(module).__name__}"
+            )
         for x in module.parameters():
             if x.requires_grad:
                 x.grad = torch.zeros_like(x) if x.grad is None else x.grad
