@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from mercer.data import hub
 from mercer.data.errors import need
 
 datasets = pytest.importorskip("datasets")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 
 
 @pytest.fixture
@@ -28,6 +30,7 @@ def local(monkeypatch, tmp_path):
         return load_dataset(str(places[path]), cache_dir=str(tmp_path / "hf"), **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "_ask", lambda path: None)
     datasets.disable_progress_bars()
     yield places
     datasets.enable_progress_bars()
@@ -166,3 +169,61 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     ):
         with pytest.raises(ModuleNotFoundError, match=rf"{name} .*'mercer\[{extra}\]'"):
             call()
+
+
+class Lost(Exception):
+    """A lost connection, as the client of the hub raises it."""
+
+
+@pytest.fixture
+def lost(monkeypatch, tmp_path):
+    """The hub does not answer; how often it was asked is counted. Kept datasets are in a folder."""
+    asked = []
+
+    def fail(self, path, **options):
+        asked.append((path, options["timeout"]))
+        raise Lost("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it would retry"))
+    return asked
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_in_silence(lost, capfd, caplog, tmp_path):
+    with pytest.raises(data.DataError) as error:
+        data.text("wrongname", tokenizer="bytes", cache_dir=tmp_path / "cache")
+    assert str(error.value).startswith(
+        "wrongname could not be loaded from the Hugging Face hub (it does not answer: Name or "
+        "service not known). Check the name"
+    )
+    assert "\n" not in str(error.value)
+    assert lost == [("wrongname", hub.PATIENCE)]
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+
+
+def test_a_dataset_that_is_kept_needs_no_hub(monkeypatch, tmp_path, request):
+    rows = write_rows(tmp_path / "rows", train=[{"text": f"text {n}"} for n in range(30)])
+    datasets.load_dataset(
+        "json", data_files=str(rows / "train.jsonl"), cache_dir=str(tmp_path / "made")
+    )
+    # As `datasets` keeps one of the hub: in a folder and in files of its name.
+    (made,) = (tmp_path / "made" / "json").glob("default*")
+    place = tmp_path / "kept" / "owner___things" / "default"
+    shutil.copytree(made, place)
+    for file in place.glob("*/*/json-train*.arrow"):
+        file.rename(file.with_name(file.name.replace("json", "things", 1)))
+    request.getfixturevalue("lost")
+    tables = hub.load(hub.Name(path="owner/things", config="default"))
+    assert tables["train"].read_column("text") == [f"text {n}" for n in range(30)]
+
+
+def test_a_hub_that_says_no_has_answered(monkeypatch):
+    """An unknown name is left to `datasets`, which says what is wrong."""
+
+    def refuse(self, path, **_):
+        raise ValueError("no name")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    assert hub._ask("a b") is None

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from PIL import Image
 
 from mercer import data
-from mercer.data import cache, tokens
+from mercer.data import cache, hub, tokens
 from mercer.data.files import read_blocks
 
 GOOD = "a line of text\n" * 30
@@ -378,6 +378,7 @@ def test_images_of_the_hub_start_no_program(datasets, tmp_path, no_processes, mo
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *a, **k: load(str(tmp_path / "d"), cache_dir=str(tmp_path))
     )
+    monkeypatch.setattr(hub, "_ask", lambda path: None)
     (tmp_path / "d").mkdir()
     for split in ("train", "test"):
         column = [(picture(), 0), (EPS, 1)]
@@ -400,6 +401,7 @@ def test_labels_must_be_whole_numbers_or_text(strange, datasets, tmp_path, monke
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *a, **k: load(str(tmp_path / "d"), cache_dir=str(tmp_path))
     )
+    monkeypatch.setattr(hub, "_ask", lambda path: None)
     (tmp_path / "d").mkdir()
     for split in ("train", "test"):
         column = [(picture(), 0.0), (picture(), strange)]

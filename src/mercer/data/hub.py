@@ -23,6 +23,8 @@ ENDINGS = (".txt", ".tsv", ".csv", ".jsonl", ".xz", ".gz", ".zip", ".tar", TABLE
 BATCH = 1000
 HELD_OUT = 0.05
 MOST_HELD_OUT = 10_000
+# Seconds in which the hub must answer.
+PATIENCE = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +150,16 @@ class Table:
 
 
 def load(name: Name) -> dict[str, Table]:
-    """The splits of a dataset on the hub."""
+    """The splits of a dataset on the hub; where it does not answer, those kept by `datasets`."""
     datasets = need("datasets", "data")
     options = {"revision": name.revision} if name.revision else {}
     where = name.path + (f":{name.config}" if name.config else "")
     try:
-        loaded = datasets.load_dataset(name.path, name.config, **options)
+        silence = _ask(name.path)
+        if silence is None:
+            loaded = datasets.load_dataset(name.path, name.config, **options)
+        else:
+            loaded = _load_kept(name, silence)
     # a download fails in many ways: no network, unknown name, licence not accepted
     except Exception as error:
         raise DataError(
@@ -166,6 +172,37 @@ def load(name: Name) -> dict[str, Table]:
         for split, rows in loaded.items()
     }
     return _name_splits(tables, where)
+
+
+def _ask(path: str) -> Exception | None:
+    """Why the hub does not answer; None if it does, be it with an error.
+
+    `datasets` would ask six times in half a minute and print each failure.
+    """
+    client = need("huggingface_hub", "data")
+    try:
+        client.HfApi().dataset_info(path, timeout=PATIENCE)
+    # An unknown dataset, or a text that cannot be a name: `datasets` says so at once.
+    except (client.errors.HfHubHTTPError, ValueError):
+        return None
+    # Each release of huggingface_hub has other classes for a lost connection.
+    except Exception as error:
+        return error
+    return None
+
+
+def _load_kept(name: Name, silence: Exception) -> Any:
+    """A dataset that `datasets` has kept from an earlier time."""
+    kept = need("datasets.packaged_modules.cache.cache", "data")
+    try:
+        builder = kept.Cache(
+            dataset_name=name.path.rpartition("/")[2], repo_id=name.path,
+            config_name=name.config, version="auto", hash="auto",
+        )  # fmt: skip
+    except ValueError:
+        raise ConnectionError(f"it does not answer: {_say(silence)}") from None
+    builder.download_and_prepare()
+    return builder.as_dataset()
 
 
 def load_files(found: Found, cache_dir: Path) -> dict[str, Table]:
