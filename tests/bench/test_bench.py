@@ -13,7 +13,7 @@ import mercer as mc
 from mercer import bench
 from mercer.backends.chunked import backend as chunked
 from mercer.bench import check as bench_check
-from mercer.bench import machine, measure, peers, report, written
+from mercer.bench import machine, measure, peers, report, session, written
 from mercer.bench.catalogue import KERNELS, build_filter
 from mercer.bench.check import check
 from mercer.bench.contenders import Ours, refuse_to_swap
@@ -175,6 +175,36 @@ def test_saving_writes_json_and_markdown(tmp_path, monkeypatch):
     assert saved["command"] in text
     again = CliRunner().invoke(app, saved["command"].split()[1:])
     assert again.exit_code == 0, again.output
+
+
+def test_json_is_what_is_saved(tmp_path):
+    done = run("--kernels", "rbf", "--peers", "none", "--json", "--output", str(tmp_path / "rows"))
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((tmp_path / "rows.json").read_text())
+    assert "rbf, auto: " in done.stderr
+    assert "wrote " in done.stderr
+
+
+def test_json_of_tune_has_its_rules():
+    done = run("--tune", "--kernels", "rbf", "--backends", "sdpa,chunked", "--json")
+    found = json.loads(done.stdout)
+    assert found["complete"]
+    assert found["fastest"][0]["kernel"] == "rbf"
+    assert found["rules"]["cpu"]
+    assert "The fastest backends" in done.stderr
+
+
+def test_json_of_an_interrupted_run_has_its_rows(monkeypatch):
+    def rows(settings):
+        yield measure.Row(shape="1x2x64x16", name="softmax, SDPA", kernel="softmax")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "measure", rows)
+    done = run("--kernels", "rbf", "--json")
+    assert done.exit_code == 130
+    found = json.loads(done.stdout)
+    assert found["complete"] is False
+    assert [row["name"] for row in found["rows"]] == ["softmax, SDPA"]
 
 
 def test_output_names_the_files_and_saves(tmp_path):

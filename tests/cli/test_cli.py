@@ -1,5 +1,7 @@
+import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
@@ -7,6 +9,7 @@ from typer.testing import CliRunner
 
 import mercer as mc
 from mercer.cli.commands import app
+from mercer.explain import Explanation
 
 run = CliRunner().invoke
 
@@ -53,6 +56,27 @@ def test_explain_takes_a_dtype_and_a_backend():
     assert "chunked: you named it" in done.output
 
 
+def test_explain_as_json():
+    """The fields of an explanation; a list for all systems."""
+    done = run(app, ["explain", "dai2019", "--shape", "2,2,48,8", "--json"])
+    assert (done.exit_code, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert list(found) == ["system", *(field.name for field in fields(Explanation))]
+    said = run(app, ["explain", "dai2019", "--shape", "2,2,48,8"]).output
+    assert f"backend   {found['backend']}: {found['because']}" in said
+    assert f"kernel    {found['formula']}" in said
+    for name, why in found["refusals"].items():
+        assert f"not       {name}: {why}" in said
+    assert found["memory"] > 0
+    every = json.loads(run(app, ["explain", "all", "--shape", "2,2,48,8", "--json"]).stdout)
+    assert [each["system"] for each in every] == list(mc.systems.SYSTEMS)
+    assert found in every
+    alone = run(app, ["explain", "--kernel", "RBF(2.0)", "--json"])
+    assert json.loads(alone.stdout)["system"] is None
+    wrong = run(app, ["explain", "bert", "--json"])
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -75,4 +99,6 @@ def test_bad_arguments_give_a_one_line_error(arguments, message):
 def test_help_and_version():
     assert "systems" in run(app, ["--help"]).output
     assert "B,H,T,D" in run(app, ["explain", "--help"]).output
+    for command in ("explain", "bench"):
+        assert "--json" in run(app, [command, "--help"], env={"COLUMNS": "200"}).output
     assert run(app, ["--version"]).output.startswith(f"mercer {mc.__version__}")

@@ -37,7 +37,14 @@ def test_help_has_examples():
     assert "--evaluate-by" not in done.output
     assert "--length" not in done.output
     text = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["lm", "--help"]).output
-    for word in ("--dry-run", "--resume", "torchrun --nproc-per-node 8", "bandwidth-lr", "10m"):
+    for word in (
+        "--dry-run",
+        "--json",
+        "--resume",
+        "torchrun --nproc-per-node 8",
+        "bandwidth-lr",
+        "10m",
+    ):
         assert word in text
 
 
@@ -46,6 +53,40 @@ def test_a_dry_run_prints_and_ends(invoke, tmp_path):
     assert done.exit_code == 0, done.output
     for word in ("parameters", "feed-forward", "FLOPs", "memory", "128 tokens a step", "steps"):
         assert word in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_as_json(invoke, tmp_path):
+    arguments = ["lm", "--system", "kundu2026", "--dry-run", *SMALL]
+    done = invoke(*arguments, "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["task"], found["system"], found["kernel"]) == ("lm", "kundu2026", None)
+    assert found["parameters"] == sum(found["parameters_by_part"].values())
+    assert (found["tokens_per_step"], found["unit"]) == (128, "tokens")
+    assert (found["steps"], found["tokens"], found["time"]) == (3, 384, None)
+    assert found["flops"] == 384 * found["flops_per_token"]
+    said = invoke(*arguments).output
+    assert f"{found['parameters']:,}" in said
+    assert f"{found['items']:,} {found['noun']} to train on" in said
+    assert f"{found['passes']:.2f} passes" in said
+    assert found["estimated"] is None or found["estimated"] in said
+    assert found["memory_bytes"] > 0
+    # Without a number of steps there is no total.
+    timed = json.loads(invoke("recall", "--time", "1m", "--dry-run", "--json", cached=False).stdout)
+    assert (timed["time"], timed["steps"], timed["tokens"], timed["flops"]) == (
+        60,
+        None,
+        None,
+        None,
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_is_for_dry_runs(invoke, tmp_path):
+    done = invoke("lm", *SMALL, "--json")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--json needs --dry-run" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

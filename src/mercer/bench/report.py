@@ -59,8 +59,11 @@ class Report:
 
     def save(self) -> list[Path]:
         """Write both files, each in one step: a reader never sees half of one."""
-        texts = {".json": json.dumps(self.as_dict(), indent=2) + "\n", ".md": self.as_markdown()}
+        texts = {".json": self.as_json() + "\n", ".md": self.as_markdown()}
         return [write(self.stem.with_name(self.stem.name + end), t) for end, t in texts.items()]
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2, allow_nan=False)
 
     def as_dict(self) -> dict[str, Any]:
         settings = self.settings

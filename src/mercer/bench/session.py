@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,11 +20,13 @@ HEADER = ("forward ms", "fwd+bwd ms", "TFLOP/s", "MiB", "of SDPA")
 WIDTHS = (7, 7, 13, 6, 13)
 
 
-def run(settings: Settings, console: Console) -> int:
+def run(
+    settings: Settings, console: Console, print_json: Callable[[str], object] | None = None
+) -> int:
     """Measure, print and save row by row; the exit code.
 
-    An interrupt keeps the rows so far. Raises ValueError if files cannot be written, or if no
-    kernel was timed.
+    At the end `print_json` gets all rows, in the form in which they are saved. An interrupt keeps
+    the rows so far. Raises ValueError if files cannot be written, or if no kernel was timed.
     """
     report = Report(settings, {} if settings.tune else _skipped(settings))
     if settings.save:
@@ -48,6 +52,8 @@ def run(settings: Settings, console: Console) -> int:
     if settings.save and report.rows:
         for path in report.save():
             console.print(f"wrote {escape(str(path))}", soft_wrap=True)
+    if print_json is not None:
+        print_json(report.as_json())
     if not report.complete:
         return INTERRUPTED
     ours = [row for row in report.rows if row.ours]

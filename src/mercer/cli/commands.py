@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -80,6 +82,7 @@ def explain_system(
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
     backend: Annotated[str, typer.Option(help=", ".join(NAMES))] = "auto",
+    as_json: lists.Json = False,
 ) -> None:
     """Say which backend runs a system, how its kernel is computed, and why others do not run.
 
@@ -96,6 +99,7 @@ def explain_system(
     texts = {"kernel": kernel, "position": position, "filter": filter}
     # What the command line names may be imported.
     trust = own.sources(*texts.values())
+    found: list[dict[str, Any]] = []
     try:
         parts = {n: getattr(parse, n)(x, trust) for n, x in texts.items() if x is not None}
         for name in systems.SYSTEMS if system == "all" else [system]:
@@ -114,6 +118,9 @@ def explain_system(
                     parts["kernel"], (batch, heads, length, head_dim), DTYPES[dtype], place,
                     filter=parts.get("filter", Full()), backend=backend,
                 )  # fmt: skip
+            if as_json:
+                found.append({"system": name, **asdict(said)})
+                continue
             if name is not None:
                 console.print(f"[bold]{name}[/]  {escape(systems.find(name).title)}")
             console.print(escape(str(said)) + "\n")
@@ -122,6 +129,8 @@ def explain_system(
         if blamed is None and not isinstance(error, ValueError):
             raise
         _fail(blamed or str(error))
+    if as_json:
+        typer.echo(json.dumps(found if system == "all" else found[0], indent=2))
 
 
 @app.command("bench")
@@ -185,6 +194,12 @@ def run_bench(
         Path | None,
         typer.Option(help="Write to this path instead, given without suffix.", metavar="PATH"),
     ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print JSON, for programs, as --save writes it; progress on stderr."
+        ),
+    ] = False,
 ) -> None:
     """Time the kernels beside softmax attention and other libraries. Wrong results get no time.
 
@@ -197,7 +212,8 @@ def run_bench(
             backends=backends, peers=peers, forward_only=forward_only, decode=decode, graph=graph,
             tune=tune, write=write, repeats=repeats, save=save, output=output,
         )  # fmt: skip
-        code = bench.run(settings, Console(highlight=False))
+        console = Console(highlight=False, stderr=as_json)
+        code = bench.run(settings, console, typer.echo if as_json else None)
     except ValueError as error:
         _fail(str(error))
     raise typer.Exit(code)

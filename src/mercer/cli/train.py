@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -38,6 +37,7 @@ from .train_options import (
     Floor,
     Fsdp,
     Init,
+    Json,
     Keep,
     Kernel,
     Length,
@@ -67,8 +67,7 @@ from .train_options import (
     Value,
     Warmup,
     Workers,
-    free_folder,
-    read_pairs,
+    read_settings,
 )
 
 if TYPE_CHECKING:
@@ -82,8 +81,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Options with another name than their setting.
-PAIRS = {"options": "system_options", "sets": "overrides", "data_options": "data_options"}
 # Options that a task does not take.
 OF_LM = {"evaluate_by", "context_parallel", "token_kernels"}
 UNFIT = {
@@ -148,6 +145,7 @@ def _make(task: str, text: str) -> Callable[..., None]:
         resume: Resume = False,
         tensorboard: Board = False,
         dry_run: DryRun = False,
+        as_json: Json = False,
     ) -> None:
         _train(task, context.params)
 
@@ -247,10 +245,14 @@ def _train(task: str, given: dict[str, Any]) -> None:
         _fail(f"training needs {error.name}: pip install 'mercer[train]'")
     settings: Settings | None = None
     try:
-        settings = _settings(task, given)
+        settings = read_settings(task, given)
         if given["dry_run"]:
             processes = int(os.environ.get("WORLD_SIZE", "1"))
-            console.print(escape(str(train.plan(settings, processes))), soft_wrap=True)
+            plan = train.plan(settings, processes)
+            if not given["as_json"]:
+                console.print(escape(str(plan)), soft_wrap=True)
+            elif main:
+                typer.echo(json.dumps(plan.as_dict(), indent=2, allow_nan=False))
             return
 
         def say(text: str) -> None:
@@ -284,62 +286,6 @@ def _train(task: str, given: dict[str, Any]) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     report(console, task, settings, result)
-
-
-def _settings(task: str, given: dict[str, Any]) -> Settings:
-    """The settings from the options; on resume, on top of those in the folder."""
-    from .. import own
-    from ..train import Settings, read_time
-    from ..train.settings import TEXTS
-
-    wanted: dict[str, Any] = {
-        PAIRS.get(name, name): read_pairs(value) if name in PAIRS else value
-        for name, value in given.items()
-        if _said(value) and name not in ("dry_run", "resume")
-    }
-    if wanted.pop("no_samples", False):
-        wanted["samples"] = False
-    # What the command line names is trusted; what a stored run names is not.
-    named = own.sources(*(wanted.get(name) for name in TEXTS))
-    wanted["trust_kernels"] = tuple(dict.fromkeys((*wanted.get("trust_kernels", ()), *named)))
-    if "time" in wanted:
-        wanted["time"] = read_time(wanted["time"])
-    resume = bool(given["resume"])
-    if resume:
-        if "output" not in wanted:
-            raise ValueError("--resume needs --output, the folder of the run")
-        config = Path(wanted["output"]) / "config.json"
-        if config.exists():
-            stored = Settings.read(config)
-            if stored.task != task:
-                raise ValueError(
-                    f"the run in {wanted['output']} is of the task {stored.task}: "
-                    f"mercer train {stored.task} --output {wanted['output']} --resume"
-                )
-            settings = replace(stored, **wanted, resume=True)
-            if missing := settings.untrusted:
-                command = again(task, replace(settings, trust_kernels=missing))
-                raise ValueError(
-                    f"the run in {settings.output} needs kernels of {', '.join(missing)}, and a "
-                    f"stored text alone imports nothing: if you trust this code, {command}"
-                )
-            return settings
-        if set(wanted) == {"output", "trust_kernels"}:
-            # With other settings, --resume also starts a new run, so that a script can repeat the
-            # command.
-            raise ValueError(
-                f"{wanted['output']} holds no run to go on with; a run has a config.json, "
-                "and starts without --resume"
-            )
-    settings = Settings(task=task, **wanted, resume=resume)
-    if settings.output is None and not given["dry_run"]:
-        settings = replace(settings, output=free_folder(settings.name))
-    return settings
-
-
-def _said(value: Any) -> bool:
-    empty = isinstance(value, list | tuple) and not value
-    return value is not None and value is not False and not empty
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -1,17 +1,26 @@
-"""The options of `mercer train`, by panel of its help."""
+"""The options of `mercer train`, by panel of its help, and the settings from them."""
 
 from __future__ import annotations
 
 import ast
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .outcome import again
+
+if TYPE_CHECKING:
+    from ..train import Settings
+
 # The longest value of an option NAME=VALUE, in characters.
 LONGEST = 10_000
+
+# Options with another name than their setting.
+PAIRS = {"options": "system_options", "sets": "overrides", "data_options": "data_options"}
 
 ATTENTION, MODEL, BUDGET = "Attention", "Model and data", "Budget"
 OPTIMISER, RUNNING, FILES = "Optimiser", "How it runs", "Evaluation and files"
@@ -192,6 +201,65 @@ DryRun = Annotated[
         "--dry-run",
     ),
 ]
+Json = Annotated[bool, _option(FILES, "With --dry-run: print JSON, for programs.", "--json")]
+
+
+def read_settings(task: str, given: dict[str, Any]) -> Settings:
+    """The settings from the options; on resume, on top of those in the folder."""
+    from .. import own
+    from ..train import Settings, read_time
+    from ..train.settings import TEXTS
+
+    if given["as_json"] and not given["dry_run"]:
+        raise ValueError("--json needs --dry-run")
+    wanted: dict[str, Any] = {
+        PAIRS.get(name, name): read_pairs(value) if name in PAIRS else value
+        for name, value in given.items()
+        if _said(value) and name not in ("dry_run", "resume", "as_json")
+    }
+    if wanted.pop("no_samples", False):
+        wanted["samples"] = False
+    # What the command line names is trusted; what a stored run names is not.
+    named = own.sources(*(wanted.get(name) for name in TEXTS))
+    wanted["trust_kernels"] = tuple(dict.fromkeys((*wanted.get("trust_kernels", ()), *named)))
+    if "time" in wanted:
+        wanted["time"] = read_time(wanted["time"])
+    resume = bool(given["resume"])
+    if resume:
+        if "output" not in wanted:
+            raise ValueError("--resume needs --output, the folder of the run")
+        config = Path(wanted["output"]) / "config.json"
+        if config.exists():
+            stored = Settings.read(config)
+            if stored.task != task:
+                raise ValueError(
+                    f"the run in {wanted['output']} is of the task {stored.task}: "
+                    f"mercer train {stored.task} --output {wanted['output']} --resume"
+                )
+            settings = replace(stored, **wanted, resume=True)
+            if missing := settings.untrusted:
+                command = again(task, replace(settings, trust_kernels=missing))
+                raise ValueError(
+                    f"the run in {settings.output} needs kernels of {', '.join(missing)}, and a "
+                    f"stored text alone imports nothing: if you trust this code, {command}"
+                )
+            return settings
+        if set(wanted) == {"output", "trust_kernels"}:
+            # With other settings, --resume also starts a new run, so that a script can repeat the
+            # command.
+            raise ValueError(
+                f"{wanted['output']} holds no run to go on with; a run has a config.json, "
+                "and starts without --resume"
+            )
+    settings = Settings(task=task, **wanted, resume=resume)
+    if settings.output is None and not given["dry_run"]:
+        settings = replace(settings, output=free_folder(settings.name))
+    return settings
+
+
+def _said(value: Any) -> bool:
+    empty = isinstance(value, list | tuple) and not value
+    return value is not None and value is not False and not empty
 
 
 def read_pairs(texts: list[str]) -> dict[str, Any]:

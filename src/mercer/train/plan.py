@@ -35,6 +35,41 @@ class Plan:
         dtype = getattr(torch, settings.dtype)
         return int(self.counted.memory_bytes(rows, dtype, "adamw"))
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same numbers for programs; `estimated` says how the data was, if not counted."""
+        settings = self.settings
+        found: dict[str, Any] = {
+            name: getattr(settings, name) for name in ("task", "preset", "system", "kernel")
+        }
+        found |= {"data": self.source, "items": self.items, "noun": self.noun}
+        found |= {"estimated": self.how, "parameters": self.counted.total}
+        found |= {"parameters_by_part": dict(self.counted.parameters)}
+        found |= {"flops_per_token": self.counted.flops_per_token}
+        found |= {"memory_bytes": self.memory_bytes, "processes": self.processes}
+        found |= {name: getattr(settings, name) for name in ("dtype", "batch", "accumulate")}
+        found |= {"tokens_per_step": self.tokens_per_step, "unit": self.unit}
+        return found | {
+            "steps": settings.steps,
+            "tokens": self.tokens,
+            "passes": self.passes,
+            "flops": None if self.tokens is None else self.tokens * self.counted.flops_per_token,
+            "time": settings.time,
+        }
+
+    @property
+    def tokens(self) -> int | None:
+        """Of all steps; None if only the time is bounded."""
+        steps = self.settings.steps
+        return None if steps is None else steps * self.tokens_per_step
+
+    @property
+    def passes(self) -> float | None:
+        """Through the data, in all steps."""
+        settings = self.settings
+        if settings.steps is None:
+            return None
+        return settings.steps * _known(settings.batch) / max(1, self.items)
+
     def __str__(self) -> str:
         settings = self.settings
         attention = settings.kernel or settings.system or "with the preset's attention"
@@ -56,13 +91,15 @@ class Plan:
         a_step = f"{self.tokens_per_step:,} {self.unit} a step (batch {settings.batch}"
         parts = f", {settings.accumulate} parts" if settings.accumulate > 1 else ""
         rows.append(("step", a_step + parts + ")"))
-        if settings.steps is not None:
-            tokens = settings.steps * self.tokens_per_step
-            passes = settings.steps * _known(settings.batch) / max(1, self.items)
+        if self.tokens is not None:
             rows.append(
-                ("steps", f"{settings.steps:,}: {tokens:,} {self.unit}, {about}{passes:.2f} passes")
+                (
+                    "steps",
+                    f"{settings.steps:,}: {self.tokens:,} {self.unit}, "
+                    f"{about}{self.passes:.2f} passes",
+                )
             )
-            rows.append(("in all", f"{scale(flops * tokens)} FLOPs"))
+            rows.append(("in all", f"{scale(flops * self.tokens)} FLOPs"))
         if settings.time is not None:
             rows.append(("time", f"{settings.time:g} s in all, evaluations included"))
         wide = max(len(name) for name, _ in rows)
