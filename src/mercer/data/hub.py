@@ -181,7 +181,8 @@ def _ask(path: str) -> Exception | None:
     """
     client = need("huggingface_hub", "data")
     try:
-        client.HfApi().dataset_info(path, timeout=PATIENCE)
+        # One field, since the whole has a line for each file.
+        client.HfApi().dataset_info(path, timeout=PATIENCE, expand=["sha"])
     # An unknown dataset, or a text that cannot be a name: `datasets` says so at once.
     except (client.errors.HfHubHTTPError, ValueError):
         return None
