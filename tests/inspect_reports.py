@@ -1,7 +1,11 @@
 """Reports without a model: as small as needed, with tokens that try to be more than text."""
 
+import base64
+import json
 import math
 import random
+import re
+import zlib
 from collections import Counter
 
 from mercer import inspect
@@ -25,6 +29,12 @@ HOSTILE = (
     "&lt;b&gt;",
     "%%DATA%%",
 )
+
+
+def data_of(page):
+    """What is embedded in a page."""
+    (packed,) = re.findall('<script type="text/plain" id="data">([^<]*)</script>', page)
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 def make(layers=2, heads=3, vocabulary=40, text=60, places=20, size=3, title="a model", seed=0):

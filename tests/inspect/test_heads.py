@@ -313,3 +313,29 @@ def test_stored_bandwidths_of_gaussian_attention_and_of_none():
     want = [one.bandwidth for one in inspect.heads(layer, torch.randn(1, 5, WIDTH))]
     assert inspect.stored_bandwidths(layer)[""] == pytest.approx(want, rel=1e-4)
     assert inspect.stored_bandwidths(make(kernel=mc.Exponential())[0]) == {}
+
+
+def test_heads_of_several_batches_are_means_over_all_rows():
+    torch.manual_seed(0)
+    options = dict(filter=mc.Causal(), kernel=mc.AdaptiveRBF._with_weight(1.0, 4, heads=HEADS))
+    layer = mn.KernelAttention(WIDTH, HEADS, **options)
+    x = torch.randn(2, LENGTH, WIDTH)
+    both, apart = inspect.heads(layer, x), inspect.heads(layer, x[:1], x[1:])
+    for one, other in zip(both, apart, strict=True):
+        for name in ("neighbours", "distance", "self_weight", "bandwidth"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-5)
+
+
+def test_distances_are_between_the_places_that_are_given():
+    torch.manual_seed(0)
+    layer = mn.KernelAttention(WIDTH, HEADS, filter=mc.Full())
+    x = torch.randn(1, 5, WIDTH)
+    corners = torch.tensor([[torch.nan] * 2, [0, 0], [0, 3], [4, 0], [4, 3]])
+    p = mn.attention_weights(layer, x)[0].detach()[:, 1:, 1:]
+    distance = (p * torch.cdist(corners[1:], corners[1:])).sum((1, 2)) / p.sum((1, 2))
+    for one, want in zip(inspect.heads(layer, x, places=corners), distance, strict=True):
+        assert one.distance == pytest.approx(want.item(), rel=1e-5)
+        assert sum(one.shares) == pytest.approx(p[one.head].sum().item() / 5, rel=1e-5)
+        assert [d for d, share in zip(one.far, one.shares, strict=True) if share] == [0, 3, 4]
+    with pytest.raises(ValueError, match="places must be of all tokens, got 4"):
+        inspect.heads(layer, x, places=corners[:4])

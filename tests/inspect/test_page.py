@@ -1,22 +1,14 @@
 """The page as a file: its size, its policy, its data; rows on it beside the reference."""
 
-import base64
-import json
 import math
 import re
-import zlib
 
 import pytest
 import torch
-from inspect_reports import HOSTILE, make
+from inspect_reports import HOSTILE, data_of, make
 
 import mercer as mc
 from mercer import inspect, nn
-
-
-def data_of(page):
-    (packed,) = re.findall('<script type="text/plain" id="data">([^<]*)</script>', page)
-    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 def test_tokens_are_data_and_never_html():

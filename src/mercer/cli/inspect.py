@@ -134,6 +134,8 @@ def run_inspect(
                     progress=say, **given,
                 )  # fmt: skip
                 found.append(report)
+            if len({report.unit for report in found}) > 1:
+                raise ValueError("models of text and of images are not compared with each other")
             found = inspect.name_apart(found)
             apart = inspect.distances_between(found) if compare else None
             if output is not None:

@@ -32,7 +32,7 @@ def show(report: Report, console: Console) -> None:
     for note in report.notes:
         console.print(f"[yellow]{escape(note)}[/]")
     if report.heads:
-        _show_heads(report.heads, console)
+        _show_heads(report, console)
     if report.tags:
         _show_tags(report, console)
     if report.tokens:
@@ -58,12 +58,14 @@ def show_distances(distances: Distances, console: Console) -> None:
     console.print(table)
 
 
-def _show_heads(heads: Any, console: Console) -> None:
+def _show_heads(report: Report, console: Console) -> None:
+    heads: Any = report.heads
     shown = [(name, get) for name, get in HEADS if any(get(one) is not None for one in heads)]
     wide = console.width >= WIDE
     table = _table("heads")
     table.caption = (
-        "neighbours and distance in tokens; on self and on first are shares of the weight"
+        f"neighbours and distance in {report.unit}; on self and on first, the {report.first}, are "
+        "shares of the weight"
     )
     short = _shorten([one.layer for one in heads])
     for name in ("layer", "head", *(name for name, _ in shown)):
@@ -132,7 +134,7 @@ def _show_tokens(tokens: Any, console: Console) -> None:
 def _table(title: str) -> Table:
     return Table(
         title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        pad_edge=False, collapse_padding=True,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ formed for some keys at a time, so memory is linear in the length.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,7 @@ class HeadSummary:
         neighbours: exp of the entropy of a row: how many keys it would be if all counted alike.
         visible: how many keys a row sees.
         self_weight, first_weight: on the token itself, and on the first token of the sequence.
-        distance: the mean |i - j|, in tokens.
+        distance: the mean |i - j|, in tokens; of given places, the mean Euclidean distance.
         far, shares: the share of the weight from each distance of `far` on, up to the next one.
     """
 
@@ -68,22 +69,27 @@ class Heads(Records[HeadSummary]):
         return plot_heads(self, axes, of=of)
 
 
-def heads(model: nn.Module, batch: Batch) -> Heads:
-    """A row for each head of every attention layer, from one call of the model.
+def heads(model: nn.Module, batch: Batch, *more: Batch, places: Tensor | None = None) -> Heads:
+    """A row for each head of every attention layer, from a call of the model for each batch.
 
-    `batch` is what the model is called with: a tensor, a tuple, or arguments by name such as
-    {"input_ids": ids}. Sequences longer than a few thousand tokens take minutes on a CPU; give a
-    part of the text.
+    Args:
+        batch, more: what the model is called with: a tensor, a tuple, or arguments by name such as
+            {"input_ids": ids}. Sequences longer than a few thousand tokens take minutes on a CPU;
+            give a part of the text.
+        places: where each token stands, [T, D], such as the patches of an image; NaN for a token
+            that stands nowhere, which has no distance. By default tokens stand in a line.
     """
-    found: dict[str, _Sums] = defaultdict(_Sums)
-    watch(model, batch, lambda seen: found[seen.name].add(seen))
+    found: dict[str, _Sums] = defaultdict(lambda: _Sums(places))
+    for one in (batch, *more):
+        watch(model, one, lambda seen: found[seen.name].add(seen))
     return Heads(tuple(one for sums in found.values() for one in sums.finish()))
 
 
 class _Sums:
     """The numbers of one layer, over its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Tensor | None) -> None:
+        self.places = places
         self.rows = torch.zeros(1)  # [H or 1]
         self.sums: dict[str, Tensor] = {}
         self.far: tuple[int, ...] = ()
@@ -99,7 +105,7 @@ class _Sums:
         edges = torch.tensor(BINS, device=device)
         part = {
             name: torch.zeros(batch, heads, length, dtype=wide, device=device)
-            for name in ("entropy", "alone", "first", "away")
+            for name in ("entropy", "alone", "first", "away", "nowhere")
         }
         shares = torch.zeros(heads, len(BINS), dtype=wide, device=device)
         place = torch.arange(length, device=device) + seen.first_query
@@ -107,24 +113,40 @@ class _Sums:
             end = min(begin + COLUMNS, num_keys)
             p = seen.call.columns(begin, end).to(wide)  # [B, H, Q, C]
             keys = torch.arange(begin, end, device=device) + seen.first_key
-            away = (place[:, None] - keys).abs()  # [Q, C]
             part["entropy"] += torch.special.entr(p.clamp(min=0)).sum(-1)
             if seen.own:
-                part["alone"] += (p * (away == 0)).sum(-1)
+                away = self._distances(place, keys).to(wide)  # [Q, C]
+                nowhere, away = away.isnan(), away.nan_to_num()
+                part["alone"] += (p * (place[:, None] == keys)).sum(-1)
                 part["first"] += (p * (keys == 0)).sum(-1)
                 part["away"] += (p * away).sum(-1)
+                part["nowhere"] += (p * nowhere).sum(-1)
                 bins = (torch.bucketize(away, edges, right=True) - 1).flatten()
-                shares.index_add_(1, bins, (p * counted[..., None]).sum(0).flatten(1))
+                shares.index_add_(1, bins, (p * ~nowhere * counted[..., None]).sum(0).flatten(1))
         mean = {
             "neighbours": part["entropy"].exp(), "visible": visible.expand(batch, heads, length),
             "alone": part["alone"], "first": part["first"], "away": part["away"],
+            "nowhere": part["nowhere"],
         }  # fmt: skip
         self.rows = self.rows.to(counted) + counted.sum((0, 2))
         for name, x in mean.items():
             self._sum(name, (x * counted).sum((0, 2)))
         self._sum("shares", shares)
-        if not self.fixed:
-            self.fixed = _fixed(seen, counted.bool())
+        fixed = _fixed(seen, counted.bool())
+        self.fixed = self.fixed or fixed
+        if self.fixed[0]["bandwidth"] is not None:
+            # Bandwidths by query differ between calls.
+            log = torch.tensor([one["bandwidth"] for one in fixed], dtype=torch.float64).log()
+            self._sum("log", log.to(device) * counted.sum((0, 2)))
+
+    def _distances(self, place: Tensor, keys: Tensor) -> Tensor:
+        """How far the queries at these places are from the keys, [Q, C]."""
+        if self.places is None:
+            return (place[:, None] - keys).abs()
+        stand = self.places.to(place.device)
+        if len(stand) <= max(int(place.max()), int(keys.max())):
+            raise ValueError(f"places must be of all tokens, got {len(stand)}")
+        return (stand[place][:, None] - stand[keys]).norm(dim=-1)
 
     def _sum(self, name: str, x: Tensor) -> None:
         self.sums[name] = self.sums[name] + x if name in self.sums else x
@@ -139,11 +161,14 @@ class _Sums:
         used = max((n for row in mean["shares"] for n, x in enumerate(row) if x > 0), default=0) + 1
         return [
             HeadSummary(
-                layer=self.name, head=h, **fixed,
+                layer=self.name, head=h, kernel=fixed["kernel"], start=fixed["start"],
+                bandwidth=math.exp(mean["log"][h]) if "log" in mean else None,
                 neighbours=mean["neighbours"][h], visible=mean["visible"][h],
                 self_weight=mean["alone"][h] if self.own else None,
                 first_weight=mean["first"][h] if self.own else None,
-                distance=mean["away"][h] if self.own else None,
+                # Weights on tokens that stand nowhere do not count.
+                distance=mean["away"][h] / ((1 - mean["nowhere"][h]) or math.nan)
+                if self.own else None,
                 far=BINS[:used] if self.own else (),
                 shares=tuple(mean["shares"][h][:used]) if self.own else (),
             )

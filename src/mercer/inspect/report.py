@@ -29,6 +29,8 @@ class Report:
         words: the text of each id.
         ids: of the text that was read.
         context: how many tokens the model saw at a time.
+        unit: what heads look at, "tokens" or the "patches" of images.
+        first: the name of the first of these.
         rows: of tokens in the first `context` tokens.
         corpus: the published corpus that `tags` are compared with.
     """
@@ -39,6 +41,8 @@ class Report:
     words: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
     context: int = 0
+    unit: str = "tokens"
+    first: str = "first token"
     heads: Heads | None = None
     positions: DistanceWeights | None = None
     spreads: Spreads | None = None
@@ -55,7 +59,8 @@ class Report:
             for name in ("heads", "positions", "spreads", "tokens", "tags", "curves")
             for table in [getattr(self, name)]
         }
-        return {"title": self.title, **dict(self.facts), "notes": list(self.notes), **tables}
+        about = {"title": self.title, "unit": self.unit, **dict(self.facts)}
+        return {**about, "notes": list(self.notes), **tables}
 
 
 def name_apart(reports: Sequence[Report]) -> list[Report]:

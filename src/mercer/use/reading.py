@@ -1,7 +1,8 @@
-"""Read a trained model with a text: every table that a page of `mercer inspect` shows.
+"""Read a trained model: every table that a page of `mercer inspect` shows.
 
-The text is cut into windows of `context` tokens, as the model saw it in training. Heads are
-measured on the first windows, rows on the first one.
+The text of a language model is cut into windows of `context` tokens, as the model saw it in
+training. Heads are measured on the first windows, rows on the first one. Other models are read by
+`examples.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .. import inspect
 from ..data import DataError, tokens
 from ..data.encode import SPELLING, choose_encoder
 from ..nn import TokenKernels
-from .load import Trained
+from .examples import read_examples, rename_curves
+from .load import KINDS, Trained
 
 # The most tokens of a text on a page, and the most that heads are measured on.
 TEXT, MEASURED = 20_000, 2048
@@ -27,6 +29,7 @@ CONTEXT, WEIGHTS = 1024, 90_000
 
 NAMED = {"k": "keys", "v": "values"}
 Say = Callable[[str], None]
+Facts = tuple[tuple[str, str], ...]
 
 
 def read(
@@ -43,6 +46,9 @@ def read(
 ) -> inspect.Report:
     """Heads, rows, token kernels and training of a model, with a text of yours or its own.
 
+    A translator or a vision transformer is read with examples of its run's validation data. It has
+    heads and training, and takes none of the other arguments but `progress`.
+
     Args:
         text: by default the validation data of the run, which a saved model does not have.
         tagger: parts of speech, as `read_conllu` gives them.
@@ -55,20 +61,24 @@ def read(
         progress: called with what is being read.
     """
     say = progress or (lambda text: None)
+    if trained.task in ("translation", "vision"):
+        return _read_examples(trained, say, {
+            "--text": text, "--tags": tagger, "--published": published, "--context": context,
+            "--rows": places,
+        })  # fmt: skip
     if trained.task not in ("lm", "recall") or trained.tokenizer is None:
         raise ValueError(
-            f"the model in {trained.path} is not a language model of text, which mercer inspect "
-            "reads; mercer.inspect.heads(model, batch) takes any model"
+            f"the model in {trained.path} is {KINDS[trained.task][1]}, which mercer inspect does "
+            "not read; mercer.inspect.heads(model, batch) takes any model"
         )
     words = spell(trained.tokenizer, trained.model.config.vocab_size)
     say("the text")
     ids = _ids(trained, text)
     context = _context(trained, context, len(ids))
-    run, name = trained.run, (trained.run or trained.path)
     found: dict[str, Any] = {
-        "title": name.name or str(name), "words": tuple(words), "ids": tuple(ids),
+        "title": _title(trained), "words": tuple(words), "ids": tuple(ids),
         "context": context, "corpus": published if tagger is not None else None,
-        "facts": _facts(trained, len(ids), context),
+        "facts": _facts(trained, _text_facts(len(ids), context)),
     }  # fmt: skip
     notes = []
     if len(ids) >= 2:
@@ -91,9 +101,21 @@ def read(
     if inspect.find_token_kernels(trained.model) is not None:
         say("token kernels")
         found |= token_tables(trained.model, words, ids, text, tagger, published)
-    if run is not None and (run / "metrics.jsonl").is_file():
-        found["curves"] = inspect.curves(run)
-    return inspect.Report(notes=tuple(notes), **found)
+    return inspect.Report(notes=tuple(notes), curves=_curves(trained), **found)
+
+
+def _read_examples(trained: Trained, say: Say, given: dict[str, Any]) -> inspect.Report:
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{option} is for language models, and the model in {trained.path} is "
+                f"{KINDS[trained.task][1]}, which is read with the validation data of its run"
+            )
+    found, curves = read_examples(trained, say), _curves(trained)
+    found["facts"] = _facts(trained, found["facts"])
+    if curves is not None:
+        curves = rename_curves(trained, curves)
+    return inspect.Report(title=_title(trained), curves=curves, **found)
 
 
 def read_published(
@@ -259,11 +281,25 @@ def _batch(model: Any, ids: Tensor) -> dict[str, Any]:
     return batch
 
 
-def _facts(trained: Trained, length: int, context: int) -> tuple[tuple[str, str], ...]:
+def _title(trained: Trained) -> str:
+    name = trained.run or trained.path
+    return name.name or str(name)
+
+
+def _curves(trained: Trained) -> inspect.Curves | None:
+    run = trained.run
+    return inspect.curves(run) if run is not None and (run / "metrics.jsonl").is_file() else None
+
+
+def _text_facts(length: int, context: int) -> Facts:
+    facts = [("text", f"{length:,} tokens")]
+    return (*facts, *([("context", f"{context:,} tokens")] if length else []))
+
+
+def _facts(trained: Trained, read: Facts) -> Facts:
+    """What the model is, and what it was read with."""
     number = sum(p.numel() for p in trained.model.parameters())
-    facts = [("parameters", f"{number:,}"), ("text", f"{length:,} tokens")]
-    if length:
-        facts.append(("context", f"{context:,} tokens"))
+    facts = [("parameters", f"{number:,}"), *read]
     settings = trained.settings
     if settings is not None:
         named = {"system": settings.system, "kernel": settings.kernel, "data": settings.data}

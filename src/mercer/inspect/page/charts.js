@@ -82,7 +82,7 @@ function numbers(x, series) {
 }
 
 // The share of the weight by distance: a bar for each bin. Weights may be below 0.
-function shares(one, { label, height = 190 }) {
+function shares(one, { label, unit, height = 190 }) {
   const values = one.shares.map((n) => n / MILLION);
   const top = Math.max(...values.map(Math.abs), 1e-9);
   const names = one.far.map((d, n) => {
@@ -100,14 +100,14 @@ function shares(one, { label, height = 190 }) {
     });
     const bars = values.map((v, n) => [
       svg("rect", { class: v < 0 ? "bar minus" : "bar", x: PAD.left + n * step + 1, width: Math.max(step - 2, 1), y: PAD.top + (1 - Math.abs(v) / top) * inner.h, height: (Math.abs(v) / top) * inner.h },
-        svg("title", {}, names[n] + " tokens away: " + format(v))),
+        svg("title", {}, names[n] + " " + unit + " away: " + format(v))),
       n % every === 0 ? svg("text", { class: "tick", x: PAD.left + (n + 0.5) * step, y: height - 20, "text-anchor": "middle" }, names[n]) : null,
     ]);
     return svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label }, rows, bars,
-      svg("text", { class: "axis", x: PAD.left + inner.w / 2, y: height - 4, "text-anchor": "middle" }, "distance in tokens"));
+      svg("text", { class: "axis", x: PAD.left + inner.w / 2, y: height - 4, "text-anchor": "middle" }, "distance in " + unit));
   };
-  const unit = "share of the weight" + (values.some((v) => v < 0) ? ", orange below 0" : "");
-  return el("div", { class: "chart" }, el("p", { class: "axis-y" }, unit), fluid(draw));
+  const title = "share of the weight" + (values.some((v) => v < 0) ? ", orange below 0" : "");
+  return el("div", { class: "chart" }, el("p", { class: "axis-y" }, title), fluid(draw));
 }
 
 // Small bars, without axes.

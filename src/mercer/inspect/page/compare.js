@@ -13,9 +13,9 @@ function viewCompare(models, distances) {
   const columns = [
     { name: "Model", value: (model) => model.title },
     { name: "Heads", number: true, value: (model) => model.heads.length },
-    ...MEASURES.map(([name, title, unit, help]) => ({ name: title, unit: unit && unit + ", mean", help, number: true, value: (model) => mean(model, name) })),
+    ...measures(models[0]).map(([name, title, unit, help]) => ({ name: title, unit: unit && unit + ", mean", help, number: true, value: (model) => mean(model, name) })),
     { name: "Mean deviation", unit: "token kernels", number: true, value: deviation },
-    { name: "Validation loss", unit: "nats per token", number: true, value: (model) => last(model, "eval_loss") },
+    { name: "Validation loss", unit: lossUnit(models[0]), number: true, value: (model) => last(model, "eval_loss") },
   ].filter((column) => !column.number || models.some((model) => column.value(model) !== null));
   return [
     el("p", { class: "lead" }, `${models.length} models. Numbers of heads are means over all heads of a model.`),

@@ -33,6 +33,9 @@ def encode(report: Report, decimals: int = 6) -> dict[str, Any]:
         "words": words,
         "ids": ids,
         "context": report.context,
+        "unit": report.unit,
+        "first": report.first,
+        "has_text": bool(report.words),
         "heads": [
             {
                 "layer": number[one.layer], "head": one.head, "kernel": one.kernel,

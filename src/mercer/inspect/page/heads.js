@@ -9,10 +9,22 @@ const MEASURES = [
   ["start", "Bandwidth at the start", "", "s before training."],
 ];
 
+// A text about tokens, in the words of the model: an image has patches.
+function inWords(model, text) {
+  if (model.unit === "tokens") return text;
+  const words = { tokens: model.unit, token: "patch", text: "image", "first token": model.first, "first token of the text": model.first };
+  return text.replace(/first token( of the text)?|tokens?|text/g, (found) => words[found]);
+}
+
+function measures(model) {
+  return MEASURES.map(([name, title, unit, help]) => [name, inWords(model, title), inWords(model, unit),
+    inWords(model, help) + (name === "distance" && model.unit !== "tokens" ? " Across the image, from centre to centre; a class token has no place in it." : "")]);
+}
+
 function viewHeads(model) {
   if (!model.heads.length) return [empty("There is no text to read the heads with: give mercer inspect a text with --text.")];
   const state = { head: 0, measure: 0 };
-  const known = MEASURES.filter(([name]) => model.heads.some((one) => one[name] !== null));
+  const known = measures(model).filter(([name]) => model.heads.some((one) => one[name] !== null));
   const map = el("div", { class: "map" }), detail = el("section", { class: "detail", "aria-live": "polite" });
   const logged = new Map(model.curves.filter((c) => c.name.startsWith("bandwidth ")).map((c) => [c.name, c]));
   const curveOf = (one) => logged.get("bandwidth " + model.layers[one.layer] + " " + one.head);
@@ -23,7 +35,7 @@ function viewHeads(model) {
     { name: "By distance", cell: (one) => (one.shares.length ? bars(one.shares, { width: 80, height: 20, label: "share of the weight by distance" }) : "–") },
     ...known.map(([name, title, unit, help]) => ({ name: title, unit, help, number: true, value: (one) => one[name] })),
     ...(logged.size ? [{ name: "Over training", cell: (one) => (curveOf(one) ? spark(points(curveOf(one)), {}) : "–") }] : []),
-    { name: "Keys in sight", unit: "tokens", number: true, value: (one) => one.visible, help: "How many tokens a row may look at, on average" },
+    { name: "Keys in sight", unit: model.unit, number: true, value: (one) => one.visible, help: inWords(model, "How many tokens a row may look at, on average") },
     { name: "Kernel", value: (one) => one.kernel, cell: (one) => el("span", { class: "mono" }, one.kernel), class: "formula" },
   ];
   const table = sortable({
@@ -68,7 +80,7 @@ function viewHeads(model) {
       el("dl", { class: "figures" }, figures.map(([name, title, unit, help]) => el("div", { title: help },
         el("dt", {}, title), el("dd", {}, format(one[name]), unit ? el("span", { class: "unit" }, unit) : null)))),
       el("div", { class: "charts" },
-        one.shares.length ? el("figure", {}, el("figcaption", {}, "Where the weight goes: the share of it at each distance."), shares(one, { label: "share of the weight by distance" })) : null,
+        one.shares.length ? el("figure", {}, el("figcaption", {}, "Where the weight goes: the share of it at each distance."), shares(one, { label: "share of the weight by distance", unit: model.unit })) : null,
         model.positions.filter(same).map((found) => el("figure", {}, el("figcaption", {}, "What positions alone do: log of the factor ", el("code", {}, found.kernel), " by distance, largest = 0", found.spread.some(Boolean) ? ", averaged over queries." : "."), distanceChart(found))),
         curve ? el("figure", {}, el("figcaption", {}, "Its bandwidth over training."), lines({ label: "bandwidth over steps", x: "step", y: "bandwidth", series: [{ name: "bandwidth", points: points(curve) }] })) : null,
         spread ? drawSpread(spread) : null));
@@ -76,13 +88,13 @@ function viewHeads(model) {
 
   choose(0);
   return [
-    el("p", { class: "lead" }, `${whole(model.heads.length)} heads in ${whole(new Set(model.heads.map((one) => one.layer)).size)} layers. Each picture shows where a head's weight goes: near tokens at the left, far ones at the right. Choose one to read it in full.`),
+    el("p", { class: "lead" }, `${whole(model.heads.length)} heads in ${whole(new Set(model.heads.map((one) => one.layer)).size)} layers. Each picture shows where a head's weight goes: near ${model.unit} at the left, far ones at the right. Choose one to read it in full.`),
     el("div", { class: "split" },
       el("section", { "aria-label": "Map of heads" }, chooser("Number below each picture", known.map((m) => m[1]), 0, (n) => { state.measure = n; drawMap(); }), map),
       detail),
     el("h2", {}, "All heads"), table.place,
     explain("What the numbers mean", [...known.map(([, title, unit, help]) => [title + (unit ? ` (${unit})` : ""), help]),
-      ["Keys in sight (tokens)", "How many tokens a row may look at, by the filter and its place in the text, on average."]]),
+      ["Keys in sight (tokens)", "How many tokens a row may look at, by the filter and its place in the text, on average."].map((text) => inWords(model, text))]),
   ];
 }
 

@@ -9,10 +9,13 @@ async function unpack() {
 }
 
 function show({ models, distances }) {
-  const views = models.length > 1 ? [["compare", "Compare", () => viewCompare(models, distances)], ...VIEWS] : VIEWS;
+  // A model that is read without a text has no rows of it and no words.
+  const some = VIEWS.filter(([name]) => !["rows", "tokens"].includes(name) || models.some((m) => m.has_text || m[name]));
+  const views = models.length > 1 ? [["compare", "Compare", () => viewCompare(models, distances)], ...some] : some;
   // The view that the address names, else the first that has something to show.
   const named = views.findIndex(([name]) => "#" + name === location.hash);
-  const first = models.length > 1 || models[0].heads.length ? 0 : models[0].tokens ? 2 : 3;
+  const start = models.length > 1 ? "compare" : models[0].heads.length ? "heads" : models[0].tokens ? "tokens" : "training";
+  const first = views.findIndex(([name]) => name === start);
   const state = { model: 0, view: named < 0 ? first : named };
   const title = el("h1", {}), facts = el("dl", { class: "facts" }), notes = el("div", {});
   const which = models.length > 1 ? el("div", { class: "controls" }, chooser("Model", models.map((m) => m.title), 0, (n) => { state.model = n; draw(); })) : null;

@@ -11,6 +11,12 @@ const CURVES = {
   tokens_per_second: ["Speed", "How many tokens were read in a second."],
 };
 
+// The same where they are of images.
+const IMAGES = {
+  loss: "How badly the class was predicted, on the batches of training and on held-out images; lower is better.",
+  tokens_per_second: "How many patches were read in a second.",
+};
+
 function viewTraining(model) {
   if (!model.curves.length) return [empty("There is no journal of a training beside this model. The folder of a run, runs/NAME, has one.")];
   const byName = new Map(model.curves.map((curve) => [curve.name, curve]));
@@ -23,7 +29,7 @@ function viewTraining(model) {
     const names = name === "loss" ? ["loss", "eval_loss", "unigram_loss"] : [name];
     const some = series(names);
     names.forEach((n) => done.add(n));
-    if (some.length) add(title, text, byName.get(names.find((n) => byName.has(n))).unit || title.toLowerCase(), some);
+    if (some.length) add(title, model.unit === "tokens" ? text : IMAGES[name] ?? text, byName.get(names.find((n) => byName.has(n))).unit || title.toLowerCase(), some);
   }
   const widths = model.curves.filter((curve) => curve.name.startsWith("bandwidth "));
   if (widths.length) {
@@ -40,7 +46,11 @@ function viewTraining(model) {
       add(curve.name.replaceAll("_", " "), "As the run has logged it.", curve.unit, series([curve.name]));
   const last = series(["loss", "eval_loss"]).map((one) => `${one.name} ${format(one.points[one.points.length - 1][1])}`).join(", ");
   const steps = Math.max(...model.curves.flatMap((curve) => curve.steps));
-  return [el("p", { class: "lead" }, `${whole(steps)} steps${last ? "; at the end " + last + " nats per token" : ""}.`), el("div", { class: "charts" }, figures)];
+  return [el("p", { class: "lead" }, `${whole(steps)} steps${last ? "; at the end " + last + " " + lossUnit(model) : ""}.`), el("div", { class: "charts" }, figures)];
+}
+
+function lossUnit(model) {
+  return model.unit === "tokens" ? "nats per token" : "nats per image";
 }
 
 const LABELS = { loss: "training", eval_loss: "validation", unigram_loss: "token frequencies alone" };
