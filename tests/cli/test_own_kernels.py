@@ -87,6 +87,7 @@ def test_its_run_is_used_by_the_commands_that_are_printed(invoke):
     assert used == [
         f"mercer generate run {trust} 'The'",
         f"mercer evaluate run {trust} --data FILE",
+        f"mercer inspect run {trust}",
     ]
     done = invoke(used[0].removeprefix("mercer ") + " --tokens 4")
     assert done.exit_code == 0, done.output

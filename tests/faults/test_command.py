@@ -186,6 +186,8 @@ class Stop:
         if name == "torch":
             signal.raise_signal(signal.SIGINT)
 
+# A parent that runs in the background may ignore the signal, and its children would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Stop())
 sys.argv[0] = "-m"
 runpy.run_module("mercer", run_name="__main__")
