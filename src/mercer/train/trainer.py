@@ -234,6 +234,10 @@ class KernelTrainer(Trainer):
             if bad and self.broken_at is None:
                 self.broken_at = step
 
+    def _get_learning_rate(self) -> float:
+        """What a log calls the learning rate: that of the weights, which are the last group."""
+        return float(self.lr_scheduler.get_last_lr()[-1])
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a line of the journal and call `on_progress`."""
         if "loss" not in logs:
@@ -242,11 +246,9 @@ class KernelTrainer(Trainer):
         step, speed = self.state.global_step, self.counts.speed(self.clock)
         # Trainer's mean starts again with each process.
         loss = self.counts.mean_loss(step)
-        # The last group is that of the weights; bandwidths have a rate of their own.
-        rate = self.lr_scheduler.get_last_lr()[-1]
         numbers = {
             "loss": loss,
-            "learning_rate": rate,
+            "learning_rate": logs["learning_rate"],
             "grad_norm": float(logs.get("grad_norm", math.nan)),
             "tokens": int(self.counts.tokens.item()),
             "seconds": round(self.clock.seconds, 4),
@@ -256,7 +258,7 @@ class KernelTrainer(Trainer):
         )
         left = seconds_left(self.settings, step, self.whole, self.order.start)
         self._progress = Progress(
-            step=step, steps=self.settings.steps, loss=loss, learning_rate=rate,
+            step=step, steps=self.settings.steps, loss=loss, learning_rate=logs["learning_rate"],
             tokens_per_second=speed, seconds_left=left,
         )  # fmt: skip
         if self.on_progress is not None:
