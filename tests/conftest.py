@@ -1,9 +1,17 @@
 """One seed, one thread a worker, and memory that is NaN until it is written."""
 
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores: some tests wait for processes of their own."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else None
 
 
 @pytest.fixture(autouse=True)

@@ -274,8 +274,7 @@ def by_many(kind):
     return call, call.run(12, longest=True, stages=3, buffers=1, seed=9)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize(("seed", "buffers"), [(0, 1), (1, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("longest", [False, True], ids=["head-by-head", "longest-first"])
 def test_bits_do_not_depend_on_the_order_of_threads(longest, buffers, seed):
     for kind in KINDS:
