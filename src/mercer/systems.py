@@ -179,13 +179,9 @@ def parmar2018(
     **options: Any,
 ) -> KernelAttention:
     """Image Transformer, with its one-dimensional blocks."""
+    position, filter = Grid2D(height, width, combine="sum"), Blocks(block, memory)
     return _attention(
-        d_model,
-        num_heads,
-        options,
-        position=Grid2D(height, width, combine="sum"),
-        value="content+position",
-        filter=Blocks(block, memory),
+        d_model, num_heads, options, position=position, value="content+position", filter=filter
     )
 
 
