@@ -1,8 +1,10 @@
 """The studies that come with the package: their rows, sizes, data and costs."""
 
 import io
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from mercer import studies
 from mercer.studies import Ledger, Record, Study, Trained, Variant
 from mercer.studies.curves import _curve
 from mercer.studies.load import FILES, check_data, list_sizes, load, use_data
-from mercer.studies.parallel import run_workers
+from mercer.studies.parallel import _passing_on, run_workers
 from mercer.studies.plan import estimate, rate
 from mercer.studies.speed import reach
 from mercer.studies.study import Metric
@@ -228,9 +230,18 @@ print(ended.signal, ended.codes)
     logs = [tmp_path / f"worker-{n}.log" for n in (1, 2)]
     while not all(log.exists() and "up" in log.read_text() for log in logs):
         assert process.poll() is None
+        time.sleep(0.02)
     process.terminate()
     said, _ = process.communicate(timeout=60)
     assert said.strip() == "15 [143, 143]"
+
+
+def test_a_signal_reaches_a_worker_that_is_just_starting():
+    with _passing_on() as passing, subprocess.Popen(["sleep", "60"]) as worker:
+        signal.raise_signal(signal.SIGTERM)
+        passing.add(worker)
+        assert worker.wait(timeout=60) == -signal.SIGTERM
+    assert passing.signal == signal.SIGTERM
 
 
 def test_a_plan_takes_the_speed_of_finished_jobs(tmp_path):

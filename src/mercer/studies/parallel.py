@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,14 +47,15 @@ def run_workers(
     share = str(max(1, (cores or 1) // number))
     environment = {"OMP_NUM_THREADS": share, **os.environ}
     folder.mkdir(parents=True, exist_ok=True)
-    workers: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
-        stopped = stack.enter_context(_passing_on(workers))
+        passing = stack.enter_context(_passing_on())
         for index in range(number):
+            if passing.signal:
+                break
             log = folder / f"worker-{index + 1}.log"
             ended.logs.append(log)
             file = stack.enter_context(log.open("ab"))
-            workers.append(
+            passing.add(
                 subprocess.Popen(
                     command,
                     stdout=file,
@@ -63,33 +64,49 @@ def run_workers(
                     env=environment,
                 )
             )
-        _watch(workers, folder, study, console)
-        ended.signal = stopped()
-    ended.codes = [worker.returncode for worker in workers]
+        _watch(passing.workers, folder, study, console)
+        ended.signal = passing.signal
+    ended.codes = [worker.returncode for worker in passing.workers]
     return ended
 
 
-@contextmanager
-def _passing_on(workers: list[subprocess.Popen[bytes]]) -> Iterator[Callable[[], int]]:
-    """Pass SIGINT and SIGTERM on to the workers; they end after their step."""
-    caught = [0]
+class _Passing:
+    """The workers, and the last signal of this process. They end after their step."""
 
-    def note(got: int, frame: object) -> None:
+    def __init__(self) -> None:
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.signal = self.passed = 0
+        self.told: set[int] = set()
+
+    def add(self, worker: subprocess.Popen[bytes]) -> None:
+        self.workers.append(worker)
+        # A signal may come after the worker has begun and before this process knows it.
+        if self.passed and worker.pid not in self.told:
+            worker.send_signal(self.passed)
+
+    def note(self, got: int, frame: object) -> None:
         # A terminal sends Ctrl-C to the workers, too; a second signal ends their step at once.
         terminal = sys.stdin is not None and sys.stdin.isatty()
-        if caught[0] or got == signal.SIGTERM or not terminal:
-            for worker in workers:
+        if self.signal or got == signal.SIGTERM or not terminal:
+            self.passed = got
+            for worker in self.workers:
+                self.told.add(worker.pid)
                 if worker.poll() is None:
                     worker.send_signal(got)
-        caught[0] = got
+        self.signal = got
 
-    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+
+@contextmanager
+def _passing_on() -> Iterator[_Passing]:
+    """Pass SIGINT and SIGTERM on to the workers."""
+    passing = _Passing()
+    before = {n: signal.signal(n, passing.note) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: caught[0]
+        yield passing
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for worker in workers:
+        for worker in passing.workers:
             try:
                 worker.wait(PATIENCE)
             except subprocess.TimeoutExpired:
