@@ -122,19 +122,18 @@ CALLS = {
     "adaptive-stores": Call(
         _adaptive(128), set(), STORES | {"hopper.stored_to_queries"}, dim=128, on=HOPPER,
     ),
-    "slopes": Call(_slopes, {"triton.split_columns"}, dim=128),
+    "slopes": Call(_slopes, {"triton.split_columns"}, dim=128, on=HOPPER),
     "slopes-learned": Call(
         _slopes_learned, {FORWARD, QUERIES}, {"hopper.backward_keys"}, many=1, on=HOPPER,
     ),
     "product": Call(
-        _two, {FORWARD}, {"hopper.stored_to_queries", "hopper.stored_to_keys"}, {QUERIES, KEYS},
-        dim=128,
+        _two, {FORWARD}, {"hopper.stored_to_queries", "hopper.stored_to_keys"}, dim=128,
+        on=HOPPER,
     ),
     "two-links": Call(
-        lambda: mc.Polynomial() * mc.Laplace(8.0, on="position"), ALL, dim=32, on=HOPPER,
+        lambda: mc.Matern(2.5, 8.0) * mc.RationalQuadratic(on="position"), ALL, dim=32, on=HOPPER,
     ),
     "two-distances": Call(lambda: mc.RBF(8.0) * mc.RBF(9.0, on="position"), ALL, dim=32, on=AMPERE),
-    "table": Call(_table(33), ALL | BANDS, filter=mc.Window(60, 20), on=HOPPER),
     "table-of-all": Call(
         _table(1201), BANDS, {"triton.deltas", "hopper.backward_keys"}, queries=600, keys=600,
         on=HOPPER,
@@ -147,11 +146,10 @@ CALLS = {
     "states": Call(
         mc.Polynomial, STATES, backend="linear", queries=4500, keys=4500,
     ),
-    "laplace": Call(lambda: mc.Laplace(8.0), ALL, dim=32, on=AMPERE),
-    "matern": Call(lambda: mc.Matern(2.5, 8.0), ALL, dim=32, on=HOPPER),
-    "rational": Call(mc.RationalQuadratic, ALL, on=HOPPER),
-    "float32": Call(lambda: mc.RBF(8.0), ALL, dtype=torch.float32, dim=16, on=AMPERE),
-    "dropout": Call(mc.Exponential, ALL, dropout=0.1, dim=32, on=AMPERE),
+    "float32": Call(
+        lambda: mc.Laplace(8.0), ALL, dtype=torch.float32, dim=16, on=AMPERE,
+    ),
+    "dropout": Call(_slopes, ALL | {"triton.split_columns"}, dropout=0.1, dim=32, on=AMPERE),
     "decoding": Call(lambda: mc.RBF(8.0), {FORWARD, "triton.merge"}, **DECODING),
     "decoding-table": Call(_table(33), {FORWARD, "triton.spread"}, **DECODING),
     "decoding-sum": Call(lambda: mc.RBF(8.0) + mc.Exponential(), {FORWARD}, **DECODING, on=HOPPER),
