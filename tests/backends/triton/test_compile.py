@@ -141,7 +141,9 @@ CALLS = {
     "table-far": Call(
         _table(33, 32), BANDS | {"triton.merge_far"}, queries=8192, keys=8192, dim=32,
     ),
-    "table-per-head": Call(_buckets, {"triton.band_to_table"}, dim=32),
+    "table-per-head": Call(
+        _buckets, {"triton.band_to_table"}, filter=mc.Window(60, 20), dim=32,
+    ),
     "polynomial": Call(mc.Polynomial, ALL, on=HOPPER),
     "states": Call(
         mc.Polynomial, STATES, backend="linear", queries=4500, keys=4500,
