@@ -81,5 +81,4 @@ def next_steps(task: str, settings: Settings, result: Result) -> list[str]:
     untested = result.test_split and settings.split != "test"
     other = "" if task == "vision" else " --data FILE"
     judge = f"mercer evaluate {folder}" + (" --split test" if untested else other)
-    read = [f"mercer inspect {folder}"] if task == "lm" else []
-    return [first[task], judge, *read]
+    return [first[task], judge, f"mercer inspect {folder}"]
