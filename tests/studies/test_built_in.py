@@ -41,7 +41,7 @@ def test_every_job_of_a_study_can_be_set_up(name, size):
     assert len({job.key for job in jobs}) == len(jobs) >= 3
     assert study.question.endswith("?")
     assert study.cost
-    assert study.name == name + ("-small" if size == "small" else "")
+    assert study.name == name + ("" if size == "full" else f"-{size}")
 
 
 @pytest.mark.parametrize("name", [name for name, size in SIZED if size == "small"])

@@ -11,6 +11,7 @@ from .parallel import run_workers
 from .plan import estimate, show_plan
 from .publish import publish
 from .report import as_data, conclude, describe_studies, introduce, list_studies, show
+from .rough import roughen
 from .study import PARTS, Job, Metric, Study, Variant
 from .table import Row, draw, rows
 from .tune import choose, tune
@@ -44,6 +45,7 @@ __all__ = [
     "load",
     "look_up",
     "publish",
+    "roughen",
     "rows",
     "run",
     "run_workers",

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mercer.studies import Claim, Metric, Paper, Row, Study, Trained, Variant
+from mercer.studies import Claim, Metric, Paper, Row, Study, Trained, Variant, roughen
 
 DEPTHS = (4, 6, 8)
 VOCABULARY = 16384
@@ -213,6 +213,15 @@ def make_vision(size: str) -> Study:
 
 
 studies: dict[str, Mapping[str, Callable[[], Study]]] = {
-    "gka-language": {s: partial(make_language, s) for s in ("full", "small")},
-    "gka-vision": {s: partial(make_vision, s) for s in ("full", "small")},
+    "gka-language": {
+        "full": partial(make_language, "full"),
+        # A tenth of the tokens: a quarter of the batch in four tenths of the steps.
+        "rough": lambda: roughen(make_language("full"), batch=8, share=0.4),
+        "small": partial(make_language, "small"),
+    },
+    "gka-vision": {
+        "full": partial(make_vision, "full"),
+        "rough": lambda: roughen(make_vision("full"), steps=600, eval_every=100),
+        "small": partial(make_vision, "small"),
+    },
 }

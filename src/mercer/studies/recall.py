@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mercer.studies import Row, Study, Variant
+from mercer.studies import Row, Study, Variant, roughen
 
 QUESTION = "Which kernels find a value by its key, among how many pairs, at which width?"
 COST = {
@@ -190,5 +190,11 @@ def _head(titles: Sequence[str]) -> list[str]:
 
 
 studies: dict[str, Mapping[str, Callable[[], Study]]] = {
-    "recall": {"full": lambda: make("full"), "small": lambda: make("small")},
+    "recall": {
+        "full": lambda: make("full"),
+        "rough": lambda: roughen(
+            make("full"), steps=1200, eval_every=240, save_every=1200, trials={"steps": 600}
+        ),
+        "small": lambda: make("small"),
+    },
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mercer.studies import Row, Study, Variant
+from mercer.studies import Row, Study, Variant, roughen
 
 ROTARY: dict[str, Any] = {"position": "rotary", "value": "content"}
 KERNELS = {
@@ -128,6 +128,8 @@ def make(size: str) -> Study:
 
 studies: dict[str, Mapping[str, Callable[[], Study]]] = {
     "kernels-per-second": {
-        "full": lambda: make("full"), "small": lambda: make("small"),
+        "full": lambda: make("full"),
+        "rough": lambda: roughen(make("full"), time=8.0, trials={"time": 4.0}),
+        "small": lambda: make("small"),
     },
 }  # fmt: skip

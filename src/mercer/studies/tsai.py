@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mercer.studies import Claim, Metric, Paper, Study, Trained, Variant
+from mercer.studies import Claim, Metric, Paper, Study, Trained, Variant, roughen
 
 PERPLEXITY = Metric("perplexity", "perplexity", True, 2)
 # Other texts, of the model as it was saved.
@@ -31,7 +31,7 @@ BLEU = Metric("test_bleu", "test BLEU", False, 2, PERPLEXITY)
 IWSLT = "translation/iwslt14-valid.tsv.xz"
 IWSLT_BLEU = Metric("iwslt_bleu", "BLEU, IWSLT'14 valid", False, 2, PERPLEXITY)
 BEST = Metric("best_step", "best step", True, 0)
-SIZES = ("full", "small")
+SIZES = ("full", "rough", "small")
 EQ9 = {"kernel": "Exponential()", "position": "ProductKernel()"}
 SYMMETRIC: dict[str, Any] = {"symmetric": True}
 
@@ -193,6 +193,12 @@ XL: dict[str, Any] = {
     "bias": True, "dropout": 0.1, "activation_dropout": 0.1, "embedding_scale": True,
     "initializer_range": 0.02, "tie_word_embeddings": True,
 }  # fmt: skip
+# Fewer data in more steps for each token.
+ROUGH: dict[str, dict[str, Any]] = {
+    "translation": {"batch": 384, "steps": 800, "eval_every": 200, "warmup": 200,
+                    "eval_items": 1000, "trials": {"steps": 200, "warmup": 100}},
+    "lm": {"batch": 16, "steps": 300, "eval_every": 100, "trials": {"steps": 100}},
+}  # fmt: skip
 RATES = {
     ("translation", "full"): (5e-4, 1.5e-3),
     ("lm", "full"): (1e-3, 2e-3),
@@ -273,6 +279,9 @@ TABLES: dict[int, tuple[str, str, Callable[[str], list[Variant]], Any]] = {
 
 def make(table: int, task: str, size: str) -> Study:
     """The study of one table on one task, in one size."""
+    if size == "rough":
+        changes = dict(ROUGH[task])
+        return roughen(make(table, task, "full"), trials=changes.pop("trials"), **changes)
     _, question, rows, figures = TABLES[table]
     lm = task == "lm"
     systems = rows(task)
@@ -289,7 +298,9 @@ def make(table: int, task: str, size: str) -> Study:
         systems=systems,
         budget=budget,
         tune={"learning_rate": RATES[task, size]},
-        tune_budget={"steps": budget["steps"] // (2 if small else 3)},
+        # A trial is judged by its loss, so its translations are made fast.
+        tune_budget={"steps": budget["steps"] // (2 if small else 3)}
+        | ({} if lm else {"beams": 1}),
         seeds=(0, 1, 2) if small or table > 2 else (0, 1, 2, 3, 4),
         corpus="" if small else "lm/wikipedia" if lm else "translation/tatoeba",
         main=PERPLEXITY if lm else BLEU,
@@ -307,6 +318,9 @@ def make(table: int, task: str, size: str) -> Study:
 
 def make_iwslt(size: str) -> Study:
     """Table 1 with its own validation data, by models of three corpora."""
+    if size == "rough":
+        changes = dict(ROUGH["translation"])
+        return roughen(make_iwslt("full"), trials=changes.pop("trials"), **changes)
     study = make(1, "translation", size)
     if size == "small":
         return replace(study, title=f"{study.title}, as for IWSLT'14")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mercer.studies import Metric, Study, Trained, Variant
+from mercer.studies import Metric, Study, Trained, Variant, roughen
 from mercer.studies.leak import published_boundary
 
 PUBLISHED = "style/twikers-published"
@@ -262,16 +262,28 @@ def make_pretrained() -> Study:
     )  # fmt: skip
 
 
-def _sizes(make: Callable[..., Study], *given: str) -> Mapping[str, Callable[[], Study]]:
-    return {"full": lambda: make(*given, "full"), "small": lambda: make(*given, "small")}
+def _sizes(
+    make: Callable[..., Study], *given: str, **rough: Any
+) -> Mapping[str, Callable[[], Study]]:
+    return {
+        "full": lambda: make(*given, "full"),
+        "rough": lambda: roughen(make(*given, "full"), **rough),
+        "small": lambda: make(*given, "small"),
+    }
+
+
+BACKBONE = {"steps": 1500}
 
 
 studies: dict[str, Mapping[str, Callable[[], Study]]] = {
-    "twikers-causality": _sizes(make_causality),
-    "twikers-speech": _sizes(make_speech),
-    "twikers-bias": _sizes(make_bias, "lm"),
-    "twikers-bias-translation": _sizes(make_bias, "translation"),
-    "twikers-bias-pretrained": {"full": make_pretrained},
-    "twikers-bias-tags": _sizes(make_tagging, "tags"),
-    "twikers-bias-genre": _sizes(make_tagging, "genre"),
+    "twikers-causality": _sizes(make_causality, steps=300, backbone=BACKBONE),
+    "twikers-speech": _sizes(make_speech, steps=300, backbone=BACKBONE),
+    "twikers-bias": _sizes(make_bias, "lm", steps=800),
+    "twikers-bias-translation": _sizes(make_bias, "translation", steps=600),
+    "twikers-bias-pretrained": {
+        "full": make_pretrained,
+        "rough": lambda: roughen(make_pretrained(), steps=100),
+    },
+    "twikers-bias-tags": _sizes(make_tagging, "tags", steps=500),
+    "twikers-bias-genre": _sizes(make_tagging, "genre", steps=200),
 }

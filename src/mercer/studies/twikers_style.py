@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mercer.studies import Metric, Row, Study, Trained, Variant
-from mercer.studies.twikers import OPTIONS, backbone, lm_budget
+from mercer.studies import Metric, Row, Study, Trained, Variant, roughen
+from mercer.studies.twikers import BACKBONE, OPTIONS, backbone, lm_budget
 
 # S: social or domestic; A: adventure; H: history or fantasy; M: mystery or sensation; C: children.
 NOVELS = {
@@ -226,5 +226,9 @@ def make(size: str) -> Study:
 
 
 studies: dict[str, Mapping[str, Callable[[], Study]]] = {
-    "twikers-style": {"full": lambda: make("full"), "small": lambda: make("small")},
+    "twikers-style": {
+        "full": lambda: make("full"),
+        "rough": lambda: roughen(make("full"), steps=150, backbone=BACKBONE),
+        "small": lambda: make("small"),
+    },
 }
