@@ -114,6 +114,41 @@ def test_every_pass_over_the_data_is_shuffled_anew():
         Stream([], seed=0)
 
 
+def test_batches_have_items_of_similar_length():
+    items = list(range(1003))
+
+    class Items(list):
+        lengths = torch.randint(1, 40, (1003,), generator=torch.Generator().manual_seed(0))
+
+    batch, batches = 8, 3 * 1003 // 8
+    stream, plain = Stream(Items(items), seed=3, batch=batch), Stream(items, seed=3, batch=batch)
+    drawn = [stream[p] for p in range(batches * batch)]
+    for number in range(2):
+        assert sorted(drawn[1003 * number : 1003 * (number + 1)]) == items
+
+    def padding(stream):
+        lengths = Items.lengths[[stream[p] for p in range(batches * batch)]].view(-1, batch)
+        return float((lengths.amax(1, keepdim=True) - lengths).sum() / lengths.sum())
+
+    # Every pass is cut where steps are, though its number of items is no multiple of the batch.
+    assert padding(stream) < 0.1 < 0.7 < padding(plain)
+    # Batches of a length are not side by side, and a pass is no copy of another.
+    longest = Items.lengths[drawn].view(-1, batch).amax(1).double()
+    assert abs(float(torch.corrcoef(torch.stack([longest[:-1], longest[1:]]))[0, 1])) < 0.2
+    assert drawn[:1003] != drawn[1003:2006]
+    # A stream that is read from the middle gives the same items.
+    again = Stream(Items(items), seed=3, batch=batch)
+    assert [again[p] for p in (2500, 17, 1100)] == [drawn[p] for p in (2500, 17, 1100)]
+
+
+def test_fewer_items_than_a_batch():
+    class Items(list):
+        lengths = (3, 1, 2)
+
+    stream = Stream(Items("abc"), seed=0, batch=8)
+    assert sorted(stream[p] for p in range(3)) == ["a", "b", "c"]
+
+
 def fill(text="weights"):
     def write(path):
         (path / "model.bin").write_text(text)

@@ -136,6 +136,11 @@ class EncodedPairs(Dataset[Item]):
     def __len__(self) -> int:
         return len(self.kept)
 
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """The tokens of both sides of each pair."""
+        return (self.bounds[2::2] - self.bounds[:-2:2])[self.kept]
+
     def targets(self, most: int) -> np.ndarray[Any, Any]:
         """The ids of the targets, one after the other; of the first `most` ids of both sides."""
         ids = self.stored.array[:most]

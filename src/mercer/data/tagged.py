@@ -45,6 +45,11 @@ class Tagged(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.items)
 
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each text."""
+        return [len(ids) for ids, _ in self.items]
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids, labels = self.items[index]
         return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}

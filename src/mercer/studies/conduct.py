@@ -207,7 +207,9 @@ def train(job: Job, folder: Path, screen: Screen) -> Result:
     from ..train import run as run_training
 
     begun = (folder / "config.json").exists()
-    settings = Settings(**job.chosen, output=str(folder), resume=begun)
+    # A study shows no sample texts.
+    chosen = {"samples": False, **job.chosen}
+    settings = Settings(**chosen, output=str(folder), resume=begun)
 
     def say(text: str) -> None:
         screen.say(f"{job}: {text}")

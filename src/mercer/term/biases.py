@@ -15,6 +15,16 @@ from .learned import needs_gradient
 
 # The distances of a slope over keys on both sides, which are a table.
 FARTHEST_SLOPE = 2**20
+# How far tables reach that are formed for a number of keys; further, a multiple of the last.
+REACHES = (128, 256, 512, 1024)
+
+
+def reach(distance: int) -> int:
+    """A reach that covers a distance, out of few: the fused kernels are compiled for each."""
+    for enough in REACHES:
+        if distance <= enough:
+            return enough
+    return -(-distance // REACHES[-1]) * REACHES[-1]
 
 
 @dataclass(kw_only=True, eq=False)

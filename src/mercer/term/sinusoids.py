@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..memory.constants import constant
 from ..opaque.operators import fake, operator
-from .biases import QueryTable
+from .biases import QueryTable, reach
 from .factors import Factor
 from .layout import accumulator
 from .learned import Learned, needs_gradient
@@ -158,11 +158,11 @@ class SinusoidFactor(Factor):
     def as_table(self) -> QueryTable | None:
         """The same weights as <x_i, weight sinusoid(d)> of every distance d; None without a weight.
 
-        It reaches one place further than the keys, so that no distance is clipped.
+        It reaches at least one place further than the keys, so that no distance is clipped.
         """
         if self.weight is None:
             return None
-        x, weight, last = self.asking, self.weight, self.num_keys
+        x, weight, last = self.asking, self.weight, reach(self.num_keys)
         wide = x.dtype != torch.bfloat16
 
         def form(first: int) -> Tensor:

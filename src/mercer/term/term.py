@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .biases import Relative, Slope
+from .biases import Relative, Slope, reach
 from .factors import Factor, SlopeFactor
 from .layout import as_column, join
 from .links import Link
@@ -107,7 +107,7 @@ class Term:
             elif causal:
                 factors.append(SlopeFactor(bias.slope, num_queries, num_keys))
             else:
-                clip = max(num_queries, num_keys, 1) - 1
+                clip = reach(max(num_queries, num_keys) - 1)
                 far = torch.arange(-clip, clip + 1, device=bias.slope.device).abs()
                 tables.append(Relative(table=-(bias.slope[:, None] * far)[None, :, None]))
         if len(tables) > 1:

@@ -4,6 +4,9 @@ Position p of the stream is item `shuffled(p // n)[p % n]`, with a new permutati
 over the n items. Step s sees the positions from s * batch on, cut into `accumulate` parts, and each
 part into one share per process. So a step sees the same items with any number of processes, and a
 run can resume at any step without reading earlier data.
+
+Items of different lengths are padded to the longest of their batch. So the items of some fifty
+batches are sorted by length and cut into batches, which are shuffled again.
 """
 
 from __future__ import annotations
@@ -15,15 +18,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+# Batches whose items are sorted together.
+POOL = 50
+
 
 class Stream(Dataset[Any]):
-    """Items, pass after pass; each pass is shuffled by the seed and its number."""
+    """Items, pass after pass; each pass is shuffled by the seed and its number.
 
-    def __init__(self, items: Any, seed: int) -> None:
+    Items that have `lengths` come in batches of similar length.
+    """
+
+    def __init__(self, items: Any, seed: int, batch: int = 1) -> None:
         if len(items) < 1:
             raise ValueError("there is nothing to train on: the training data is empty")
         self.items = items
         self.seed = seed
+        self.batch = batch
         self._number = -1
         self._shuffled = torch.empty(0, dtype=torch.long)  # [items]
 
@@ -38,7 +48,19 @@ class Stream(Dataset[Any]):
 
     def _shuffle(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        return torch.randperm(len(self.items), generator=generator)
+        order = torch.randperm(len(self.items), generator=generator)
+        lengths = getattr(self.items, "lengths", None)
+        if lengths is None:
+            return order
+        # A batch that began in the last pass ends here, and one that begins here may not end.
+        first = -number * len(order) % self.batch
+        whole = (len(order) - first) // self.batch * self.batch
+        pools = order[first : first + whole].split(POOL * self.batch) if whole > 0 else ()
+        for pool in pools:
+            by_length = pool[torch.as_tensor(lengths)[pool].argsort(stable=True)]
+            batches = by_length.view(-1, self.batch)
+            pool[:] = batches[torch.randperm(len(batches), generator=generator)].flatten()
+        return order
 
 
 class Order(Sampler[list[int]]):

@@ -98,7 +98,7 @@ class KernelTrainer(Trainer):
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=Stream(task.train, settings.seed),
+            train_dataset=Stream(task.train, settings.seed, settings.batch),
             data_collator=task.collate,
             callbacks=[Conductor(self)],
         )

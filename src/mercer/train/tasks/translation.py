@@ -17,7 +17,7 @@ from ..unigram import MOST, Unigram
 from .task import Task, shorten_hash
 
 # Lengths that differ in few ways need few compiled kernels.
-MULTIPLE = 8
+MULTIPLE = 16
 
 
 class Translation(Task):
@@ -103,16 +103,20 @@ class Translation(Task):
             found["unigram_loss"] = plain / targets
         if final:
             pairs, encoded = self.pairs.valid, self.valid
+            # A batch of short sentences is translated in few steps.
+            lengths = encoded.lengths[: self._limit(len(pairs), items)]
+            order = sorted(range(len(lengths)), key=lengths.__getitem__)
 
             def inputs(numbers: list[int]) -> dict[str, Any]:
-                return self._sources([encoded[n] for n in numbers])
+                return self._sources([encoded[order[n]] for n in numbers])
 
             scores, texts = evaluate.score_translations(
-                model, pairs[: self._limit(len(pairs), items)], inputs=inputs, decode=self._decode,
+                model, [pairs[n] for n in order], inputs=inputs, decode=self._decode,
                 batch=batch, beams=settings.beams, team=team, precision=self.precision,
             )  # fmt: skip
             found |= scores
-            self.answers = Answers(name="hypotheses.txt", lines=[one_line(text) for text in texts])
+            lines = dict(zip(order, map(one_line, texts), strict=True))
+            self.answers = Answers(name="hypotheses.txt", lines=[lines[n] for n in sorted(lines)])
         return found
 
     def _sources(self, items: list[dict[str, Any]]) -> dict[str, Any]:
