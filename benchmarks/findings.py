@@ -6,7 +6,8 @@
 
 Each study has a block in docs/findings.md, from `<!-- study: NAME -->` to `<!-- end of study -->`:
 question, setting, tables, verdicts and picture. A study that has results for the first time gets
-a section before "Not there yet"; what the figures say is written below its block by hand.
+a section before "Not there yet"; what the figures say is written below its block by hand. Where a
+study has been run only in its rough version, the block is of that one, `NAME-rough`.
 
 A figure in a sentence is `<!-- cell: STUDY | ROW | COLUMN -->34.26<!-- end -->`, a cell of a table
 in results/studies/STUDY/table.md, where a row is told by its first cells, `A / B`. The difference
@@ -36,23 +37,41 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 # Longer tables stand in table.md alone.
 MOST_ROWS = 24
 NEXT = "## Not there yet"
+ROUGH = "-rough"
 
 
 def folder_of(root: Path, name: str) -> Path:
     return root / "results" / "studies" / name
 
 
+def load(name: str) -> studies.Study:
+    """A study of the package, in full or rough by its name."""
+    full = name.removesuffix(ROUGH)
+    return studies.load(full) if name == full else studies.load(full, "rough")
+
+
 def published(root: Path) -> list[str]:
-    """The studies that have committed results, in the order of `mercer study list`."""
-    return [name for name in NAMES if (folder_of(root, name) / "about.json").exists()]
+    """The studies that have committed results, in the order of `mercer study list`.
+
+    One that has them in full does not stand there as a rough version, too.
+    """
+    found = []
+    for name in NAMES:
+        both = (name, name + ROUGH)
+        found += [one for one in both if (folder_of(root, one) / "about.json").exists()][:1]
+    return found
 
 
 def merge(runs: Path, root: Path) -> Iterator[str]:
-    """Publish every study of the package that has results in a folder of runs."""
-    for name in NAMES:
+    """Publish every study of the package that has results in a folder of runs; what was done."""
+    for name in (one for full in NAMES for one in (full, full + ROUGH)):
         if any((runs / name).glob("results*.jsonl")):
-            studies.publish(studies.load(name), runs / name, folder_of(root, name))
-            yield name
+            place = folder_of(root, name)
+            try:
+                studies.publish(load(name), runs / name, place)
+                yield f"{name}: merged into {place}"
+            except ValueError as error:
+                yield f"{name}: not merged: {error}"
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -104,6 +123,7 @@ def block(name: str, root: Path) -> str:
     parts = [
         f"*{about['question']}*",
         " ".join(part for part in setting if part),
+        about["remark"],
         *(f"**Note:** {note}." for note in about["notes"]),
         short(text).strip(),
         *(f"![{about['title']}: {Path(p).stem}]({up}/{p})" for p in pictures),
@@ -169,21 +189,33 @@ def loose_numbers(text: str, folder: Path) -> list[str]:
     return found
 
 
+def head(name: str) -> str:
+    """The heading of a study, and the start of its block."""
+    return f"## {load(name).title}\n\n<!-- study: {name} -->\n"
+
+
 def with_findings(page: str, text: str, root: Path) -> str:
     """A page with its blocks and figures written anew."""
     there = published(root)
     if page == FINDINGS:
         known = {found[2] for found in BLOCK.finditer(text)}
-        new = "".join(
-            f"## {studies.load(name).title}\n\n<!-- study: {name} -->\n<!-- end of study -->\n\n"
-            for name in there
-            if name not in known
-        )
+        new = ""
+        for name in there:
+            rough = name + ROUGH
+            if rough in known:
+                text = text.replace(head(rough), head(name))
+            elif name not in known:
+                new += f"{head(name)}<!-- end of study -->\n\n"
         text = text.replace(NEXT, new + NEXT)
         text = re.sub(r"(<!-- study: [\w-]+ -->\n)(<!-- end of study -->)", r"\1\n\2", text)
     text = BLOCK.sub(lambda f: f[1] + block(f[2], root) + f[3], text)
     # The first study of the list shows how studies work; no paper asks it.
-    todo = [f"- `{name}`: {studies.load(name).question}" for name in NAMES[1:] if name not in there]
+    todo = [
+        f"- `{name}`: {studies.load(name).question}"
+        + (" A rough version has been run." if name + ROUGH in there else "")
+        for name in NAMES[1:]
+        if name not in there
+    ]
     text = MISSING.sub(lambda f: f[1] + "\n".join(todo) + f[2], text)
     return FIGURE.sub(lambda f: f[1] + figure(f[2], f[3], f[4], root) + f[5], text)
 
@@ -194,8 +226,8 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if pages differ")
     options = parser.parse_args(arguments)
     if options.runs is not None:
-        for name in merge(options.runs, root):
-            print(f"{name}: merged into {folder_of(root, name)}")
+        for line in merge(options.runs, root):
+            print(line)
     stale = False
     for page in (FINDINGS, README):
         path = root / page

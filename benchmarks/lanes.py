@@ -25,6 +25,8 @@ import threading
 import time
 from pathlib import Path
 
+from mercer import studies
+
 EVERY = 30.0
 # A study saves a checkpoint before it stops.
 GRACE = 40.0
@@ -57,7 +59,7 @@ class Lane(threading.Thread):
     def __init__(self, number: int, text: str, data: str | None, until: float) -> None:
         super().__init__()
         self.studies, self.options = split_lane(text)
-        self.options += ["--data", data] if data else []
+        self.data = data
         self.log = Path("runs", "lanes", f"{number}.log")
         self.until = until
 
@@ -69,6 +71,9 @@ class Lane(threading.Thread):
                 if left < 5:
                     return
                 command = [sys.executable, "-m", "mercer", "study", study, *self.options]
+                # A study that draws its data takes none.
+                if self.data and studies.load(study).corpus:
+                    command += ["--data", self.data]
                 print(f"\n$ {shlex.join(command)}", file=log, flush=True)
                 process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
                 try:

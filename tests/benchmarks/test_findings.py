@@ -65,21 +65,24 @@ def test_a_number_from_nowhere_is_found(script, tmp_path, text, loose):
     assert script["loose_numbers"](text, tmp_path) == loose
 
 
+def fill(root, study):
+    """Two runs of each row of a study, and its trials, in runs/."""
+    place = root / "runs" / study.name
+    for point, trial in points(study):
+        for job in trial.jobs():
+            value = 50 + 1000 * next(iter(point.values()))
+            Ledger(place / "tuning" / trial.name).append(record(job, value))
+    chosen = studies.choose(study, place)
+    for job in replace(study, chosen=chosen).jobs([0, 1]):
+        better = 0.5 * (job.variant == "product-eq9")
+        Ledger(place).append(record(job, 40 + job.seed - better))
+
+
 @pytest.fixture
 def root(script, tmp_path, monkeypatch):
     """A repository with two runs of each row of a study, in runs/."""
     monkeypatch.setattr("mercer.studies.look.draw_curves", lambda study, rows, path: path)
-    study = studies.load(NAME)
-    for point, trial in points(study):
-        for job in trial.jobs():
-            Ledger(tmp_path / "runs" / NAME / "tuning" / trial.name).append(
-                record(job, 50 + 1000 * next(iter(point.values())))
-            )
-    chosen = studies.choose(study, tmp_path / "runs" / NAME)
-    study = replace(study, chosen=chosen)
-    for job in study.jobs([0, 1]):
-        better = 0.5 * (job.variant == "product-eq9")
-        Ledger(tmp_path / "runs" / NAME).append(record(job, 40 + job.seed - better))
+    fill(tmp_path, studies.load(NAME))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/findings.md").write_text(PAGE)
     (tmp_path / "README.md").write_text("# A library\n")
@@ -108,10 +111,33 @@ def test_one_command_merges_results_and_writes_the_page(script, root):
     assert page.read_text() == text
 
 
-def test_results_without_their_trials_are_refused(script, root):
+def test_results_without_their_trials_are_left_out(script, root, capsys):
     shutil.rmtree(root / "runs" / NAME / "tuning")
-    with pytest.raises(ValueError, match="lacks trials of the tuning"):
-        script["main"]([str(root / "runs")], root)
+    assert script["main"]([str(root / "runs")], root) == 0
+    assert f"{NAME}: not merged: {root / 'runs' / NAME} lacks trials of the tuning" in (
+        capsys.readouterr().out
+    )
+    assert not (root / "results/studies" / NAME / "about.json").exists()
+
+
+def test_a_rough_version_stands_there_until_the_full_one_does(script, root):
+    page, rough = root / "docs/findings.md", f"{NAME}-rough"
+    fill(root, studies.load(NAME, "rough"))
+    shutil.move(root / "runs" / NAME, root / "full")
+    assert script["main"]([str(root / "runs")], root) == 0
+    about = json.loads((root / "results/studies" / rough / "about.json").read_text())
+    assert about["command"] == f"mercer study {NAME} --size rough --data DATA"
+    title = studies.load(NAME).title
+    text = page.read_text()
+    assert f"## {title}: a rough version\n\n<!-- study: {rough} -->" in text
+    assert "steps 300 for 800" in text
+    assert f"- `{NAME}`: Does a decoder need positions at all? A rough version has been run." in text
+    shutil.move(root / "full", root / "runs" / NAME)
+    assert script["main"]([str(root / "runs")], root) == 0
+    text = page.read_text()
+    assert f"## {title}\n\n<!-- study: {NAME} -->" in text
+    assert rough not in text
+    assert f"`{NAME}`: Does" not in text
 
 
 def test_a_figure_that_is_not_in_the_results_fails(script, root):

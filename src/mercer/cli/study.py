@@ -40,7 +40,9 @@ def run_study(
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(help="Such as small: the same study in a version for two CPU cores."),
+        typer.Option(
+            help="rough: the same rows on a fraction of the budget; small: a version for two cores."
+        ),
     ] = None,
     jobs: Annotated[
         int, typer.Option(min=1, max=64, help="So many jobs at once on this machine.")

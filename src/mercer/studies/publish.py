@@ -79,6 +79,7 @@ def describe(study: Study, records: Iterable[Record], notes: Iterable[str] = ())
         "study": study.name,
         "title": study.title or study.name,
         "question": study.question,
+        "remark": study.remark,
         "command": f"mercer study {_called(study)}{data if study.corpus else ''}",
         "data": sorted({str(r.settings.get("data") or "drawn") for r in records}),
         "data_versions": sorted({str(e["data"]) for e in around if e.get("data")}),

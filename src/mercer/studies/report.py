@@ -166,7 +166,8 @@ def list_studies(console: Console) -> None:
         console.print(f"  [dim]{escape(about)}[/]", soft_wrap=True)
     console.print(
         "\nRun one by `mercer study NAME`, or one of your own by `mercer study FILE.py`; --plan "
-        "says what it costs, --size small is for a laptop. docs/studies.md says how to write one."
+        "says what it costs, --size rough takes minutes of a GPU, --size small is for two cores. "
+        "docs/studies.md says how to write one."
     )
 
 
