@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -60,3 +61,30 @@ def test_an_interrupted_study_ends_as_one_that_was_not(study, tmp_path, monkeypa
     assert [row.mean for row in again.rows] == [row.mean for row in whole.rows]
     steps = [entry["step"] for entry in json.loads(lines[0])["history"]]
     assert steps == [2, 4, 6]
+
+
+def test_studies_beside_each_other_share_the_run_that_their_jobs_start_from(study, tmp_path):
+    # The attention of both is the same, since all weights are those of the first run.
+    start = {**study.budget, "system": "vaswani2017", "steps": 4}
+    study = replace(
+        study, systems=[Variant("low", system="vaswani2017"), Variant(
+            "high", system="vaswani2017", overrides={"dropout": 0.5})], backbone=start,
+    )  # fmt: skip
+
+    def run_in(name, share):
+        place = tmp_path / name
+        found = studies.run(study, place, console=Console(file=io.StringIO()), share=share)
+        assert not found.failed
+        ends = [path.parent for path in place.glob("backbone/*/result.json")]
+        for row in found.rows:
+            (record,) = row.records
+            assert record.settings["init"].startswith("backbone ")
+        return [row.mean for row in found.rows], ends
+
+    first, ends = run_in("first", share=True)
+    assert len(ends) == 1
+    (tmp_path / "first" / "results.jsonl").rename(tmp_path / "kept")
+    assert run_in("second", share=True) == (first, [])
+    (tmp_path / "second" / "results.jsonl").unlink()
+    found, ends = run_in("alone", share=False)
+    assert (found, len(ends)) == (first, 1)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,13 +63,15 @@ def run(
 ) -> Outcome:
     """Run the jobs of this shard; the outcome includes earlier results in the folder.
 
-    With `share`, results of the same settings in other studies beside this folder are copied.
+    With `share`, results of the same settings in other studies beside this folder are copied, and
+    the run that all jobs start from is taken from there.
 
     Raises ValueError before anything runs if a setting is wrong, the folder cannot be written, or
     it holds results of another budget; OSError if writing fails later.
     """
     shard = shard or Shard()
     begun = time.monotonic()
+    runner = runner or partial(train, share=share)
     _make(folder)
     ledger = Ledger(folder, shard)
     outcome = Outcome()
@@ -94,7 +97,7 @@ def run(
                     if not ours or job.key in ledger.read():
                         screen.skip()
                         continue
-                    if not _run_one(job, study, ledger, runner or train, screen, outcome):
+                    if not _run_one(job, study, ledger, runner, screen, outcome):
                         outcome.interrupted = True
                         break
                     screen.update(rows(study, ledger.read().values(), seeds))
@@ -201,8 +204,11 @@ def _make(folder: Path) -> None:
         raise ValueError(f"cannot write to {folder}: {error.strerror or error}") from None
 
 
-def train(job: Job, folder: Path, screen: Screen) -> Result:
-    """Train a job by `mercer.train`, from its last checkpoint if it has one."""
+def train(job: Job, folder: Path, screen: Screen, *, share: bool = False) -> Result:
+    """Train a job by `mercer.train`, from its last checkpoint if it has one.
+
+    With `share`, the run that all jobs start from may be that of a study beside this one.
+    """
     from ..train import Settings
     from ..train import run as run_training
 
@@ -217,7 +223,9 @@ def train(job: Job, folder: Path, screen: Screen) -> Result:
     if job.backbone:
         # In the folder of the study, also for its trials.
         home = folder.parents[3] if folder.parents[2].name == TUNING else folder.parents[1]
-        place = home / "backbone" / job.settings["init"].rpartition(" ")[2]
+        own = Path("backbone", job.settings["init"].rpartition(" ")[2])
+        places = [home / own, *(home.parent.glob(f"*/{own}") if share else ())]
+        place = next((one for one in places if (one / "result.json").exists()), home / own)
         stopped = prepare(job.backbone, place, screen, say)
         if stopped is not None:
             return stopped
