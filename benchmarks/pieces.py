@@ -66,12 +66,6 @@ def no_sides() -> None:
     patch(sums, lambda p, grad: sums(p, grad) and p.constants["MODE0"] < 2)
 
 
-def no_short() -> None:
-    from mercer.backends.triton.hopper import eligible
-
-    eligible.SHORT = 0
-
-
 def _no_stretch(filter):  # type: ignore[no-untyped-def]
     return ()
 
@@ -162,7 +156,6 @@ PIECES = {
     "fast": Piece(no_fast, (("softmax", *AT_64), ("rbf", *AT_64))),
     "stored-band": Piece(no_stored_band, (("lookup", *SHORT), ("buckets", *SHORT))),
     "sides": Piece(no_sides, (("adaptive", *AT_64),)),
-    "short": Piece(no_short, (("rbf", *AT_128, WINDOW), ("softmax", *AT_128, WINDOW))),
     "stretch": Piece(no_stretch, (("rbf", *AT_64, WINDOW), ("rbf", *AT_128), ("rbf", *AT_64))),
     "steering": Piece(no_steering, (("adaptive", 8, 10, 2048, 128),), graph=False),
     "turning": Piece(no_turning, (("product", *AT_64), ("relative-sinusoid", 8, 10, 2048, 128))),

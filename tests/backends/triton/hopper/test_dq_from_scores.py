@@ -57,14 +57,15 @@ class Pass:
                 # What queries have is another's to write.
                 ds.flatten(0, 1)[own, : q.shape[2]] = math.nan
                 ds.flatten(0, 1)[own, q.shape[2] :] = given.flatten(0, 1)[own]
-            self.store(pairs[0], u.flatten(0, 1)[own].mT, store)
+            assert store
+            self.store(pairs[0], u.flatten(0, 1)[own].mT)
 
         return launch
 
-    def store(self, pairs, u, together):
+    def store(self, pairs, u):
         """From the first queries on that see one of 128 keys; what none sees is anything."""
         pairs.fill_(math.nan)
-        step = 64 * together
+        step = 128
         for low in range(0, LENGTH, 128):
             rows = self.seen[:, low : low + 128].any(1).nonzero()
             origin = int(rows[0]) // step * step
@@ -91,10 +92,9 @@ def gradients(kernel, filter, backend, given, of_mass):
 @pytest.mark.parametrize(
     "share", [1, 3, BATCH * HEADS], ids=["head-by-head", "in-turns", "all-heads"]
 )
-@pytest.mark.parametrize("short", [False, True], ids=["128", "64"])
 @pytest.mark.parametrize("filter", FILTERS)
 @pytest.mark.parametrize("name", ["rbf", "softmax"])
-def test_queries_get_what_is_stored(name, filter, short, share, of_mass, monkeypatch):
+def test_queries_get_what_is_stored(name, filter, share, of_mass, monkeypatch):
     kernel, scale = mc.Exponential(), torch.full((HEADS,), DIM**-0.5)
     if name == "rbf":
         kernel = mc.RBF(torch.nn.Parameter(torch.tensor(BANDWIDTHS)))
@@ -113,7 +113,6 @@ def test_queries_get_what_is_stored(name, filter, short, share, of_mass, monkeyp
     monkeypatch.setattr(launch, "share", lambda p: share)
     monkeypatch.setattr(launch, "_of", lambda x, *_, **__: x)
     monkeypatch.setattr(launch, "_keys", other)
-    monkeypatch.setattr(eligible, "SHORT", 2**20 if short else 0)
     got = gradients(kernel, FILTERS[filter], "triton", given, of_mass)
     assert other.runs == -(-BATCH * HEADS // share)
     # A gradient of log_mass has shares of queries that keys do not know.

@@ -36,16 +36,14 @@ CASES = {
     "masked-throughout": {"filter": WINDOW, "SIMPLE": False},
     "distance": {"NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
     "scale-by-keys": {"NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True, "BY_KEYS": True},
-    "scale-by-keys-of-a-product": {"STORE": 1, "MODE0": 1, "WANT0": True, "BY_KEYS": True},
+    "scale-by-keys-of-a-product": {"STORE": True, "MODE0": 1, "WANT0": True, "BY_KEYS": True},
     "number-per-key": {"HAS_COL0": True, "SAVE_COL0": True},
     "scale-per-query": {"NORM0": True, "HAS_COL0": True, "MODE0": 2, "filter": WINDOW},
     "two-slots": {"E1": DIM},
     "first-slot": {"E1": DIM, "PART": 1, "filter": WINDOW},
-    "stored": {"STORE": 2, "NORM0": True, "HAS_COL0": True, "MODE0": 1},
-    "stored-window": {"STORE": 2, "filter": WINDOW},
-    "stored-alone": {"STORE": 1},
-    "stored-window-alone": {"STORE": 1, "filter": WINDOW},
-    "band": {"STORE": 2, "BANDED": True},
+    "stored": {"STORE": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1},
+    "stored-window": {"STORE": True, "filter": WINDOW},
+    "band": {"STORE": True, "BANDED": True},
     "summed": {"SUMMED": True, "NORM0": True, "HAS_COL0": True, "MODE0": 1, "WANT0": True},
     "summed-columns": {**COLUMNS, "MODE0": 1},
     "summed-scales": {**COLUMNS, "MODE0": 2, "HELD": True, "filter": WINDOW},
@@ -64,7 +62,7 @@ class Call:
         self.flags = {
             "E0": DIM, "E1": 0, "V": DIM, "MODE0": 0, "LOG0": (0, 0.0, 0.0, 0.0, 1.0),
             "HAS_COL0": False, "SIMPLE": True, "NORM0": False, "WANT0": False, "SAVE_COL0": False,
-            "PART": 0, "STORE": 0, "SUMMED": False, "BANDED": False, "HELD": False,
+            "PART": 0, "STORE": False, "SUMMED": False, "BANDED": False, "HELD": False,
             "SIDES": False,
             "BY_KEYS": flags.get("SUMMED", False), **flags,
         }  # fmt: skip
@@ -245,11 +243,12 @@ def test_hidden_keys_that_are_not_finite_leave_gradients_alone(mode):
 
 def test_constants_of_eligible_equal_those_of_the_kernels():
     """eligible.py repeats them, because it must not import Triton."""
-    kernels, summed = (
-        module(name, 1, 0)
-        for name in ("hopper.kernels.backward_keys", "hopper.kernels.dq_fixed_point")
+    kernels, summed, stored = (
+        module(f"hopper.kernels.{name}", 1, 0)
+        for name in ("backward_keys", "dq_fixed_point", "dq_from_scores")
     )
     assert kernels.BLOCK == kernels.OWN == summed.PLACES == eligible.GROUP
+    assert eligible.TO_QUERIES[0] == stored.TOGETHER
 
 
 def test_a_second_pass_draws_tickets_of_its_own():

@@ -30,11 +30,9 @@ LEAST = 3
 # queries. Where a query sees fewer keys than this, the kernels before and after cost more than that
 # saves.
 SUMMED, MANY_KEYS = 64, 1024
-# Block sizes of the kernels that read stored scores: (queries, keys, warps, stages). Small blocks
-# are faster where a query sees at most SHORT keys, and slower where it sees 8192.
-TO_QUERIES, TO_SHORT, SHORT = (128, 64, 8, 4), (64, 64, 4, 4), 2048
-# And of the one that reads them for the keys of a second part.
-TO_KEYS = (64, 128, 8, 4)
+# Block sizes of the kernels that read stored scores, for queries and for the keys of a second part:
+# (queries, keys, warps, stages).
+TO_QUERIES, TO_KEYS = (128, 64, 8, 4), (64, 128, 8, 4)
 
 
 def forwards(p: Plan) -> bool:
@@ -114,18 +112,6 @@ def scale_by_keys(p: Plan, lse: bool) -> bool:
     """
     slots = p.static.slots
     return len(slots) == 1 and slots[0].wants and p.constants["MODE0"] == 1 and not lse
-
-
-@lru_cache(maxsize=1024)
-def reader_sizes(p: Plan) -> tuple[int, int, int, int]:
-    """Block sizes of the kernel that forms dq from stored scores."""
-    short = min(p.num_keys, window(p)) <= SHORT
-    return TO_SHORT if short and not p.constants["E1"] else TO_QUERIES
-
-
-def stored_together(p: Plan) -> int:
-    """How many blocks of queries a reader takes at a time."""
-    return reader_sizes(p)[0] // GROUP
 
 
 @lru_cache(maxsize=1024)

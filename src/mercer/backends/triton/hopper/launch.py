@@ -19,12 +19,11 @@ from .eligible import (
     GROUP,
     SUMMED,
     TO_KEYS,
+    TO_QUERIES,
     aligned,
-    reader_sizes,
     scale_by_keys,
     share,
     stored_queries,
-    stored_together,
 )
 
 # The most features of two slots and values for which a warp group has the registers.
@@ -69,7 +68,7 @@ def keys(
     pairs = x.v if dband is None else _of(dband, GROUP)
     tensors = _tensors(x, p, ready, rows, of_keys, pairs)
     for part in key_parts(p.static.slots, c["E0"] + c["E1"] + c["V"] > ROOM):
-        launch = _keys(p, part, store=2 * banded, banded=banded)
+        launch = _keys(p, part, store=banded, banded=banded)
         launch(tensors, (*p.numbers(x.seed), *_order(p), 0))
 
 
@@ -86,7 +85,7 @@ def all_passes(
     pairs = _space(x.v, 1, count, aligned(p.num_keys), stored_queries(p))
     tensors = _tensors(x, p, ready, rows, of_keys, _of(pairs, GROUP))
     lengths = tensors[8]
-    bm, bn, *_ = reader_sizes(p)
+    bm, bn = TO_QUERIES[:2]
     second = tma_descriptor(ready.columns, bn, 16) if p.spread else x.v
     to_queries = (
         tma_descriptor(pairs, bn, bm), tma_descriptor(x.k[0], bn, c["E0"]),
@@ -105,9 +104,7 @@ def all_passes(
     common = p.numbers(x.seed)
     for offset in range(0, batch * heads, count):
         own = min(count, batch * heads - offset)
-        launch = _keys(
-            p, 1 if two else 0, own, store=stored_together(p), by_keys=scale_by_keys(p, lse)
-        )
+        launch = _keys(p, 1 if two else 0, own, store=True, by_keys=scale_by_keys(p, lse))
         numbers = (*common, offset)
         launch(tensors, (*common, *_order(p, own), offset))
         _reader(p, "stored_to_queries", own, lse)(to_queries, numbers)
@@ -183,7 +180,7 @@ def _tensors(
 
 
 def _keys(
-    p: Plan, part: int, heads: int = 0, *, store: int = 0, banded: bool = False,
+    p: Plan, part: int, heads: int = 0, *, store: bool = False, banded: bool = False,
     summed: bool = False, by_keys: bool = False,
 ) -> Launch:  # fmt: skip
     key = ("hopper keys", part, heads, store, banded, summed, by_keys)
@@ -198,7 +195,7 @@ def _keys(
     # Bytes of a row of all features; a block has two or three numbers beside each. Barriers and
     # tickets take less than 1024.
     row = 2 * (c["E0"] + c["E1"] + c["V"])
-    left = shared_memory(p.device) - 4 * GROUP * GROUP * (store > 0) - 1024
+    left = shared_memory(p.device) - 4 * GROUP * GROUP * store - 1024
     # Blocks of pairs, of sums of 32 bits, and of keys, for the warp group that sums up.
     passing = 2 * SLOTS.value + 2 * LEAVING.value + 2
     left -= 2 * passing * GROUP * GROUP * summed
@@ -253,7 +250,7 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     c, slot = p.constants, p.static.slots[0]
     flags: dict[str, Any] = {"TOKENS": p.static.tokens}
     if name == "stored_to_queries":
-        bm, bn, warps, stages = reader_sizes(p)
+        bm, bn, warps, stages = TO_QUERIES
         names: tuple[str, ...] = ("E0", "E1", "MODE0", "LOG0", "HAS_COL0", "FILTER")
         blocks = -(-p.static.shape[2] // bm)
         own = {"NORM0": slot.norm, "WANT0": slot.wants, "HAS_LSE": lse}
@@ -261,8 +258,6 @@ def _reader(p: Plan, name: str, heads: int, lse: bool) -> Launch:
     else:
         bm, bn, warps, stages = TO_KEYS
         names, blocks = ("E1", "FILTER"), -(-p.num_keys // bn)
-        # As many queries as the other reader takes at a time.
-        flags["ALIGN"] = reader_sizes(p)[0]
     constants = {name: c[name] for name in names} | flags | {"BM": bm, "BN": bn}
     options = {"num_warps": warps, "num_stages": stages}
     kernel = getattr(dq_from_scores, name)

@@ -49,8 +49,8 @@ def backward_keys(
     """dk, dv and dcol of two times 64 keys, for one query head; PART as in the portable kernel.
 
     STORE: the gradients of scores are stored, [keys, queries], for the heads from `offset` on, with queries
-    counted from the first block that sees a program's keys. The reader takes STORE blocks of queries at a
-    time, so pairs that one of them sees are stored for all. BANDED: a band has all pairs, [queries, keys],
+    counted from the first block that sees a program's keys. The reader takes two blocks of queries at a
+    time, so pairs that one of them sees are stored for both. BANDED: a band has all pairs, [queries, keys],
     and the stored pairs have its layout.
     SUMMED: dq is summed in PAIRS, [features, queries], which starts at 0.
     BY_KEYS: the query part of the gradient of a head's scale is computed from keys, which gives the same.
@@ -75,7 +75,7 @@ def backward_keys(
         k1s = gl.allocate_shared_memory(DTYPE, [GROUPS, OWN, E1], HALF)
         q1s = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, E1], HALF)
     pairs = k0s
-    if STORE > 0:
+    if STORE:
         pairs = gl.allocate_shared_memory(DTYPE, [2, OWN, BLOCK], HALF)
     along = k0s
     if LAID:

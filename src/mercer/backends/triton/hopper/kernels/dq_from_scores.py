@@ -13,8 +13,9 @@ from ...kernels.primitives import COLUMNS, _block, _row_of, _rows
 from ...kernels.scores import _scale
 from ...kernels.visibility import _key_range, _query_blocks
 
-# Keys whose pairs are adjacent in memory: those of one program of the pass over keys.
-TILE = tl.constexpr(128)
+# Keys whose pairs are adjacent in memory: those of one program of the pass over keys. And queries that
+# `stored_to_queries` takes at a time: a key's pairs begin and end with whole blocks of these.
+TILE, TOGETHER = tl.constexpr(128), tl.constexpr(128)
 
 
 @triton.jit
@@ -58,7 +59,9 @@ def stored_to_queries(
     h0, h1 = h // group0, h // group1
     for key in tl.range(start, stop, BN):
         tile = key // TILE * TILE
-        origin, _ = _query_blocks(tile, b, first, LENGTHS, num_queries, num_keys, TILE, BM, FILTER)
+        origin, _ = _query_blocks(
+            tile, b, first, LENGTHS, num_queries, num_keys, TILE, TOGETHER, FILTER
+        )
         u = tl.trans(PAIRS.load([0, part, key, block * BM - origin]).reshape(BN, BM))
         k = _block(K0, b, h0, skb0, skt0, key, e0, num_keys, BN, E0, False, True)
         dq0 = tl.dot(u, k, dq0)
@@ -100,15 +103,16 @@ def stored_to_keys(
     scb0, sch0, scb1, sch1, stride_ids, ss0, ss1, stb, sth, width,
     num_heads, group0, group1, group_v, gc0, gc1, num_queries, num_keys, first, e0, e1, dv,
     seed, number0, number1, dropout, offset,
-    E1: tl.constexpr, FILTER: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    E1: tl.constexpr, FILTER: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk of the second slot, of one block of keys."""
     part = tl.program_id(1)
     bh = part + offset
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     low = tl.program_id(0) * BN
-    origin, stop = _query_blocks(low, b, first, LENGTHS, num_queries, num_keys, BN, ALIGN, FILTER)
+    origin, stop = _query_blocks(
+        low, b, first, LENGTHS, num_queries, num_keys, BN, TOGETHER, FILTER
+    )
     dk = tl.zeros((BN, E1), tl.float32)
     for query in tl.range(origin, stop, BM):
         u = PAIRS.load([0, part, low, query - origin]).reshape(BN, BM)

@@ -121,7 +121,7 @@ def _span(
             dc += _within(exact)
         if SUMMED:
             _give(found, done + step, own, all_pairs, given, taken)
-        if STORE > 0:
+        if STORE:
             # While the products run.
             pairs = all_pairs.index(own)
             tma.store_wait(0)
@@ -191,7 +191,8 @@ def _multiply(
         )
         begin = gl.minimum(gl.maximum(begin - start, 0) // BLOCK, steps)
         end = gl.minimum(gl.maximum(end - start + BLOCK - 1, 0) // BLOCK, steps)
-        if STORE > 1:
+        if STORE:
+            # A reader takes several blocks of queries at a time.
             begin, end = 0, steps
         end = gl.maximum(end, begin)
         sure_start = gl.maximum(sure_start - start + BLOCK - 1, 0) // BLOCK
@@ -247,7 +248,7 @@ def _multiply(
             _give_none(
                 0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
             )  # fmt: skip
-        elif STORE < 2:
+        elif not STORE:
             _skip(0, begin, done, full, empty, STAGES)
         for span in gl.static_range(3):
             # Three ranges: masked, fully visible, masked.
@@ -268,7 +269,7 @@ def _multiply(
             _give_none(
                 end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
             )  # fmt: skip
-        elif STORE < 2:
+        elif not STORE:
             _skip(end, steps, done, full, empty, STAGES)
         _, low, _, b, h, _, steps = _heard(turn, tickets)
         done += steps

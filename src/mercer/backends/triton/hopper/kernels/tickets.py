@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...kernels.visibility import _query_blocks
+from .dq_from_scores import TOGETHER
 from .primitives import BLOCK, NOTE, OWN, barrier
 
 # Notes in shared memory: when a ticket is drawn, all groups have read the note of three turns earlier.
@@ -31,7 +32,7 @@ def _tile(
     part = gl.where(rest < 0, head, parts - last + rest % last)
     bh = part + offset
     low = block * (2 * OWN)
-    ALIGN: gl.constexpr = STORE * BLOCK if STORE > 0 else BLOCK
+    ALIGN: gl.constexpr = TOGETHER if STORE else BLOCK
     start, stop = _query_blocks(
         low, bh // num_heads, first, LENGTHS, num_queries, num_keys, 2 * OWN, ALIGN, FILTER
     )
