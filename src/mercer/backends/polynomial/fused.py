@@ -74,7 +74,7 @@ class _States:
         self.states = room(*square, plan.wide, dtype=plan.operand)
         self.z, self.mu = room(*square), room(plan.wide)
 
-    def of_keys(self, copies: _Copies, *, mirror: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def of_keys(self, copies: _Copies) -> tuple[Tensor, Tensor, Tensor]:
         """The sums over the keys before each chunk, or over all."""
         plan = self.plan
         chunks = plan.chunks(plan.padded_keys)
@@ -86,7 +86,7 @@ class _States:
                 0, high, chunks, 0,
             )  # fmt: skip
             keep = (plan.origin // plan.chunk, chunks)
-            self._scan(chunks, (0, high), keep, mirror, reverse=False, centred=True)
+            self._scan(chunks, (0, high), keep, reverse=False, centred=True)
         return self.states, self.z, self.mu
 
     def of_queries(
@@ -102,7 +102,7 @@ class _States:
                 plan.padded_queries, low, chunks, chunks, plan.origin,
             )  # fmt: skip
             keep = (0, chunks - 1)
-            self._scan(chunks, (low, chunks), keep, True, reverse=plan.causal, centred=False)
+            self._scan(chunks, (low, chunks), keep, reverse=plan.causal, centred=False)
         return self.states, self.z
 
     def _build(
@@ -121,17 +121,16 @@ class _States:
         )  # fmt: skip
 
     def _scan(
-        self, chunks: int, there: tuple[int, int], keep: tuple[int, int], mirror: bool, *,
-        reverse: bool, centred: bool,
+        self, chunks: int, there: tuple[int, int], keep: tuple[int, int], *, reverse: bool, centred: bool
     ) -> None:  # fmt: skip
         from .kernels import states
 
         plan = self.plan
-        size = min(plan.dim // 2, max(1, 1024 // plan.wide))
+        size = min(plan.dim, 1024 // plan.wide)
         states.scan[(round_up(plan.width, 2), plan.dim // size, self.count)](
             self.sums, self.masses, self.means, self.traces, self.states, self.z, self.mu, chunks,
-            *there, *keep, plan.width, **plan.shape(), MIRROR=mirror, REVERSE=reverse,
-            TOTAL=not plan.causal, CENTRED=centred, BB=size, num_warps=4,
+            *there, *keep, plan.width, **plan.shape(), REVERSE=reverse, TOTAL=not plan.causal,
+            CENTRED=centred, BB=size, num_warps=4,
         )  # fmt: skip
 
 
@@ -169,7 +168,7 @@ def smooth_squares(
     log, mass = (v.new_empty(shape, dtype=torch.float32) for _ in range(2))
     sizes = plan.sizes("forward")
     for few in _few(plan, v.device):
-        before = few.of_keys(copies, mirror=False)
+        before = few.of_keys(copies)
         readers.forward[(plan.padded_queries // sizes["BM"], few.count * plan.group)](
             copies.q, copies.size, copies.k, copies.v, *before, copies.bad_k, copies.bad_v, out,
             log, mass, few.first, *_geometry(plan), plan.chunks(plan.padded_keys),
@@ -214,7 +213,7 @@ def smooth_squares_backward(
     dk = _room(k, plan)
     dv = _room(v, plan)
     for few in _few(plan, v.device):
-        before = few.of_keys(copies, mirror=True)
+        before = few.of_keys(copies)
         sizes = plan.sizes("queries")
         readers.backward_queries[(tq // sizes["BM"], few.count * plan.group)](
             copies.q, copies.size, copies.k, copies.v, *before, g, grad_log, shift, rate, exact, dq,

@@ -150,11 +150,6 @@ class Plan:
     def operand(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
-    @property
-    def half(self) -> bool:
-        """Whether pairs are taken once: a matrix product must have 16 features left."""
-        return self.dim >= 32
-
     def chunks(self, padded: int) -> int:
         return padded // self.chunk
 
@@ -182,7 +177,7 @@ class Plan:
         small = self.operand == torch.float32 or shared_memory(self.device) < HOPPER
         sizes = SIZES[kernel, bucket, small]
         if kernel == "build":
-            own = {"G": min(sizes.rows, self.dim // 2), "BT": min(sizes.columns, self.chunk)}
+            own = {"G": sizes.rows, "BT": min(sizes.columns, self.chunk)}
             own["SETTLE"] = settles(self.device)
         else:
             rows = min(sizes.rows, self.chunk)
@@ -191,7 +186,7 @@ class Plan:
         return own | {"num_warps": sizes.warps, "num_stages": sizes.stages}
 
     def shape(self) -> dict[str, Any]:
-        return {"D": self.dim, "V": self.wide, "HALF": self.half, "KIND": self.kind}
+        return {"D": self.dim, "V": self.wide, "KIND": self.kind}
 
     def parts(self) -> dict[str, bool]:
         return {"CAUSAL": self.causal, "NEAR": self.near, "FAR": self.far}

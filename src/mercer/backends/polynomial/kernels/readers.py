@@ -20,15 +20,15 @@ def _halves(x, W: tl.constexpr):
 
 
 @triton.jit
-def _read(acc, x, column, t, tx, state, start, stop, inner, outer, STRIDE: tl.constexpr,
+def _read(acc, x, column, t, tx, state, width, inner, outer, STRIDE: tl.constexpr,
           K: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr,
           STAGES: tl.constexpr):  # fmt: skip
-    """acc + sum_a x_a (x S_a), a from start to stop, for S_a [K, N] with strides inner and outer."""
+    """acc + sum_a x_a (x S_a), for S_a [K, N] with strides inner and outer."""
     k = tl.arange(0, K)
     if PAIR:
         n = tl.arange(0, 2 * N)
         where = state + k[:, None] * inner + (n // N)[None, :] * STRIDE + (n % N)[None, :] * outer
-        for a in tl.range(start, stop, 2, num_stages=STAGES):
+        for a in tl.range(0, width, 2, num_stages=STAGES):
             even = tl.load(column + a * tx + t).to(tl.float32)
             odd = tl.load(column + (a + 1) * tx + t).to(tl.float32)
             left, right = _halves(_dot(x, tl.load(where + a * STRIDE), KIND), N)
@@ -37,7 +37,7 @@ def _read(acc, x, column, t, tx, state, start, stop, inner, outer, STRIDE: tl.co
     else:
         n = tl.arange(0, N)
         where = state + k[:, None] * inner + n[None, :] * outer
-        for a in tl.range(start, stop, num_stages=STAGES):
+        for a in tl.range(0, width, num_stages=STAGES):
             xa = tl.load(column + a * tx + t).to(tl.float32)
             acc += xa[:, None] * _dot(x, tl.load(where + a * STRIDE), KIND)
     return acc
@@ -45,31 +45,16 @@ def _read(acc, x, column, t, tx, state, start, stop, inner, outer, STRIDE: tl.co
 
 @triton.jit
 def _values(acc, x, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
-            HALF: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """sum_ab x_a x_b S_ab, [T, V], for x [T, D] and S read without late a and early b."""
-    if HALF:
-        d = tl.arange(0, D)
-        twice = x * tl.where(d < D // 2, 1.0, 2.0)[None, :].to(x.dtype)
-        acc = _read(
-            acc, twice, column, t, tx, state, 0, tl.minimum(D // 2, width), V, 1, D * V, D, V, KIND,
-            PAIR, STAGES,
-        )  # fmt: skip
-        b = D // 2 + tl.arange(0, D // 2)
-        late = _wide(tl.trans(tl.load(column + b[:, None] * tx + t[None, :])), KIND)
-        acc = _read(
-            acc, late, column, t, tx, state + D // 2 * V, D // 2, width, V, 1, D * V, D // 2, V,
-            KIND, PAIR, STAGES,
-        )  # fmt: skip
-    else:
-        acc = _read(acc, x, column, t, tx, state, 0, width, V, 1, D * V, D, V, KIND, PAIR, STAGES)
-    return acc
+            KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """sum_ab x_a x_b S_ab, [T, V], for x [T, D]."""
+    return _read(acc, x, column, t, tx, state, width, V, 1, D * V, D, V, KIND, PAIR, STAGES)
 
 
 @triton.jit
 def _slopes(acc, y, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
             KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """sum_a x_a <y, S_ab>, [T, D], for y [T, V]: half the slope of the sum above along y."""
-    return _read(acc, y, column, t, tx, state, 0, width, 1, V, D * V, V, D, KIND, PAIR, STAGES)
+    return _read(acc, y, column, t, tx, state, width, 1, V, D * V, V, D, KIND, PAIR, STAGES)
 
 
 @triton.jit
@@ -105,9 +90,8 @@ def _near(acc, mass, q, k, values, start, stop, place, tk, D: tl.constexpr, V: t
 def forward(
     QT, SIZE, KT, VALUES, STATES, Z, MU, BAD_K, BAD_V, OUT, LOG, MASS, first_head, heads, k_heads,
     v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
-    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out, log_mass and the mass for queries divided by their sizes, of one block of queries."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -141,19 +125,7 @@ def forward(
         if not CAUSAL or n > 0:
             slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
             acc = _values(
-                acc,
-                q,
-                column,
-                t,
-                tq,
-                STATES + slot * (D * D * V),
-                width,
-                D,
-                V,
-                HALF,
-                KIND,
-                PAIR,
-                STAGES,
+                acc, q, column, t, tq, STATES + slot * (D * D * V), width, D, V, KIND, PAIR, STAGES
             )
             z = _masses(Z + slot * (D * D), width, D)
             far = tl.sum(_exact(q, z, KIND) * q.to(tl.float32), 1)
@@ -213,9 +185,8 @@ def _near_queries(
 def backward_queries(
     QT, SIZE, KT, VALUES, STATES, Z, MU, GRAD, GRAD_LOG, SHIFT, RATE, EXACT, DQ, first_head, heads,
     k_heads, v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
-    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries, and EXACT, the shift without the rounding of `out`.
 
@@ -309,9 +280,8 @@ def _near_keys(
 def backward_keys(
     QT, KT, VALUES, STATES, Z, GRAD, SHIFT, RATE, DK, DV, first_head, heads, k_heads, v_heads,
     group, tq, tk, chunk, origin, chunks, num_keys, width, width_v,
-    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, CAUSAL: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    KIND: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys, from the states of the queries after it."""
     block = tl.program_id(0)
@@ -353,7 +323,7 @@ def backward_keys(
         if not CAUSAL or n < chunks - 1:
             slot = tl.program_id(1).to(tl.int64) * chunks + (n if CAUSAL else 0)
             state = STATES + slot * (D * D * V)
-            dv = _values(dv, kx, column, place, tk, state, width, D, V, HALF, KIND, PAIR, STAGES)
+            dv = _values(dv, kx, column, place, tk, state, width, D, V, KIND, PAIR, STAGES)
             dk = _slopes(dk, vx, column, place, tk, state, width, D, V, KIND, PAIR, STAGES)
             z = _masses(Z + slot * (D * D), width, D)
             dk += _exact(kx, z, KIND)

@@ -8,8 +8,7 @@ it does not see. All sums are in float32.
 
 Operands are bfloat16, TF32 (for float16, whose range is too small for squares) or three times TF32
 (for float32). A state is rounded once, so it is kept without its mean: S - z mu, where mu is the
-mean value of the keys that it sums, weighted by |k|^2. z stays in float32. S is symmetric in a and
-b. It is built, and read for values, without the pairs of a late a with an early b.
+mean value of the keys that it sums, weighted by |k|^2. z stays in float32.
 
 The weights of the own chunk are formed first, and the states are read after them. If something else
 wrote an accumulator before a matrix product, the compiler would wait for each product.
@@ -142,14 +141,14 @@ def prepare_backward(
 @triton.jit
 def _build(
     xt, yt, sums, a, start, stop, tx, group, x_head, y_head,
-    D: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr,
-    BT: tl.constexpr, SETTLE: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr, BT: tl.constexpr,
+    SETTLE: tl.constexpr,
 ):  # fmt: skip
-    """sum_t x_ta x_tb y_t for G features from a on, and for b from FIRST on; stored as [a, b, v]."""
-    b = FIRST + tl.arange(0, D - FIRST)
+    """sum_t x_ta x_tb y_t for G features from a on, and for every b; stored as [a, b, v]."""
+    b = tl.arange(0, D)
     v = tl.arange(0, V)
     own = a + tl.arange(0, G)
-    acc = tl.zeros((G * V, D - FIRST), tl.float32)
+    acc = tl.zeros((G * V, D), tl.float32)
     for g in range(group):
         for first in tl.range(start, stop, BT):
             t = first + tl.arange(0, BT)
@@ -206,8 +205,8 @@ def _build_mass(
 def build(
     XT, Y, RATE, SHIFT, SUMS, MASSES, MEANS, TRACES, first_head, heads, x_heads, y_heads, group,
     tx, chunk, first_chunk, chunks, origin, width,
-    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, RATED: tl.constexpr, G: tl.constexpr,
-    KIND: tl.constexpr, BT: tl.constexpr, SETTLE: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, RATED: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr,
+    BT: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
     """The sums of one chunk: G features of S, or, in the last program, z."""
     part = tl.program_id(0)
@@ -229,24 +228,17 @@ def build(
                 D, V, RATED, KIND, BT, SETTLE,
             )  # fmt: skip
     else:
-        if HALF and part * G >= D // 2:
-            _build(
-                XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start,
-                start + chunk, tx, group, tx * D, tx * V, D, V, D // 2, G, KIND, BT, SETTLE,
-            )  # fmt: skip
-        else:
-            _build(
-                XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start,
-                start + chunk, tx, group, tx * D, tx * V, D, V, 0, G, KIND, BT, SETTLE,
-            )  # fmt: skip
+        _build(
+            XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start, start + chunk, tx,
+            group, tx * D, tx * V, D, V, G, KIND, BT, SETTLE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["chunks", "low", "high", "keep_low", "keep_high"])
 def scan(
     SUMS, MASSES, MEANS, TRACES, STATES, Z, MU, chunks, low, high, keep_low, keep_high, width,
-    D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, MIRROR: tl.constexpr,
-    REVERSE: tl.constexpr, TOTAL: tl.constexpr, CENTRED: tl.constexpr, KIND: tl.constexpr,
-    BB: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, TOTAL: tl.constexpr,
+    CENTRED: tl.constexpr, KIND: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """For every chunk the sum of those before it, or after it if REVERSE, or one of all if TOTAL."""
     a = tl.program_id(0)
@@ -256,45 +248,37 @@ def scan(
     # Rows beyond the width were not built. One comparison: the interpreter takes no mask that joins a
     # scalar with a block.
     stop = tl.where(a < width, width, 0)
-    late = a >= D // 2
-    early = tl.program_id(1) * BB < D // 2
-    if not (HALF and late and early):
-        state = tl.zeros((BB, V), tl.float32)
-        z = tl.zeros((BB,), tl.float32)
-        mean = tl.zeros((V,), tl.float32)
-        trace = 0.0
-        count = chunks + 1 if TOTAL else chunks
-        for step in range(count):
-            n = chunks - 1 - step if REVERSE else step
-            if TOTAL:
-                wanted = step == chunks
-                slot = line
-            else:
-                wanted = (n >= keep_low) & (n < keep_high)
-                slot = line + n
-            if wanted:
-                out = state
-                if CENTRED:
-                    mu = tl.where(trace > 0.0, mean / tl.where(trace > 0.0, trace, 1.0), 0.0)
-                    out = state - z[:, None] * mu[None, :]
-                    if a == 0 and tl.program_id(1) == 0:
-                        tl.store(MU + slot * V + v, mu)
-                out = _operand(out, KIND)
-                base = STATES + slot * (D * D * V) + v[None, :]
-                tl.store(base + a * (D * V) + b[:, None] * V, out)
-                tl.store(Z + slot * (D * D) + a * D + b, z)
-                if HALF:
-                    if not late and not early:
-                        tl.store(Z + slot * (D * D) + b * D + a, z)
-                        if MIRROR:
-                            tl.store(base + b[:, None] * (D * V) + a * V, out)
-            if (n >= low) & (n < high):
-                chunk = line + n
-                state += tl.load(
-                    SUMS + chunk * (D * D * V) + a * (D * V) + b[:, None] * V + v[None, :],
-                    mask=b[:, None] < stop, other=0.0,
-                )  # fmt: skip
-                z += tl.load(MASSES + chunk * (D * D) + a * D + b)
-                if CENTRED:
-                    mean += tl.load(MEANS + chunk * V + v)
-                    trace += tl.load(TRACES + chunk)
+    state = tl.zeros((BB, V), tl.float32)
+    z = tl.zeros((BB,), tl.float32)
+    mean = tl.zeros((V,), tl.float32)
+    trace = 0.0
+    count = chunks + 1 if TOTAL else chunks
+    for step in range(count):
+        n = chunks - 1 - step if REVERSE else step
+        if TOTAL:
+            wanted = step == chunks
+            slot = line
+        else:
+            wanted = (n >= keep_low) & (n < keep_high)
+            slot = line + n
+        if wanted:
+            out = state
+            if CENTRED:
+                mu = tl.where(trace > 0.0, mean / tl.where(trace > 0.0, trace, 1.0), 0.0)
+                out = state - z[:, None] * mu[None, :]
+                if a == 0 and tl.program_id(1) == 0:
+                    tl.store(MU + slot * V + v, mu)
+            out = _operand(out, KIND)
+            base = STATES + slot * (D * D * V) + a * (D * V)
+            tl.store(base + b[:, None] * V + v[None, :], out)
+            tl.store(Z + slot * (D * D) + a * D + b, z)
+        if (n >= low) & (n < high):
+            chunk = line + n
+            state += tl.load(
+                SUMS + chunk * (D * D * V) + a * (D * V) + b[:, None] * V + v[None, :],
+                mask=b[:, None] < stop, other=0.0,
+            )  # fmt: skip
+            z += tl.load(MASSES + chunk * (D * D) + a * D + b)
+            if CENTRED:
+                mean += tl.load(MEANS + chunk * V + v)
+                trace += tl.load(TRACES + chunk)
