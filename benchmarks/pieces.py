@@ -1,6 +1,6 @@
 """Pieces of the fused kernels that may not be worth their lines: each on and off, in turns.
 
-    python benchmarks/pieces.py [--only fast,flat] [--save FILE]
+    python benchmarks/pieces.py [--only sides,flat] [--save FILE]
 
 The pieces are those of "To be measured" in dev/LOG.md. A process with the piece and one without it
 compile and capture the same call, then replay it in turns, so both see the same clocks. The table
@@ -44,15 +44,6 @@ def no_columns() -> None:
     select.SPREADS = set()
 
 
-def no_fast() -> None:
-    from mercer.backends.triton import select
-
-    keep = select._keep
-    patch(keep, lambda key, kernel, p, sizes, flags, *rest: keep(
-        key, kernel, p, sizes, flags | ({"FAST": 0} if "FAST" in flags else {}), *rest
-    ))  # fmt: skip
-
-
 def no_stored_band() -> None:
     from mercer.backends.triton import plan, run  # noqa: F401
 
@@ -90,12 +81,6 @@ def no_stretch() -> None:
     patch(visibility._stretch, triton.constexpr_function(_no_stretch))
 
 
-def no_steering() -> None:
-    from mercer.backends.triton import steering
-
-    patch(steering.by_queries, lambda f, task: False)
-
-
 def no_turning() -> None:
     from mercer.backends.triton import sinusoids
 
@@ -123,12 +108,6 @@ def no_pairs() -> None:
     plan.SIZES.update({key: sizes._replace(pair=False) for key, sizes in plan.SIZES.items()})
 
 
-def no_half_states() -> None:
-    from mercer.backends.polynomial import plan
-
-    plan.Plan.half = property(lambda self: False)  # type: ignore[assignment]
-
-
 def no_whole_numbers() -> None:
     from mercer.backends.tokenwise import lookup
 
@@ -153,15 +132,12 @@ AT_64, AT_128, SHORT = (4, 16, 8192, 64), (2, 16, 8192, 128), (16, 12, 1024, 64)
 WINDOW = "window:1024"
 PIECES = {
     "columns": Piece(no_columns, (("rbf", *AT_64), ("adaptive", *AT_128))),
-    "fast": Piece(no_fast, (("softmax", *AT_64), ("rbf", *AT_64))),
     "stored-band": Piece(no_stored_band, (("lookup", *SHORT), ("buckets", *SHORT))),
     "sides": Piece(no_sides, (("adaptive", *AT_64),)),
     "stretch": Piece(no_stretch, (("rbf", *AT_64, WINDOW), ("rbf", *AT_128), ("rbf", *AT_64))),
-    "steering": Piece(no_steering, (("adaptive", 8, 10, 2048, 128),), graph=False),
     "turning": Piece(no_turning, (("product", *AT_64), ("relative-sinusoid", 8, 10, 2048, 128))),
     "flat": Piece(no_flat, (("rational", *AT_64), ("rational", *AT_128))),
     "pairs": Piece(no_pairs, (("polynomial", 1, 16, 65536, 64, "causal", "linear"),)),
-    "half-states": Piece(no_half_states, (("polynomial", 1, 16, 65536, 64, "causal", "linear"),)),
     "whole-numbers": Piece(no_whole_numbers, (("taps", *SHORT[:3], 3),)),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
 from ...term.learned import derives
-from . import run, steering, tables
+from . import run, tables
 from .layout import empty
 from .plan import Bias, Inputs, Numbers
 from .static import Static, parse
@@ -54,15 +54,11 @@ class _Fused(torch.autograd.Function):
 def _start(
     static: Static, lengths: Tensor | None, ids: Tensor | None, seed: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    """Output, log_mass, the output's rounding error, `Numbers`, and per-query scales.
-
-    `rest` is a bias and the tensors.
-    """
+    """Output, log_mass, the output's rounding error, and `Numbers`; `rest` is a bias and the tensors."""
     inputs = Inputs.of(rest[3:], Bias(*rest[:3]), lengths, ids, seed)
-    scales = [] if static.steer is None else [steering.scaled(static.steer, inputs, rest[-1])]
     out, lse, low, ready = run.forward(inputs, static)
     *numbers, band = ready
-    return [out, lse, low, *numbers, tables.kept(band), *scales]
+    return [out, lse, low, *numbers, tables.kept(band)]
 
 
 def _back(
@@ -70,22 +66,14 @@ def _back(
     low: Tensor, *rest: Any,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of tensors and bias; `rest` has the forward's results and inputs."""
-    count, steer = len(Numbers._fields), static.steer
+    count = len(Numbers._fields)
     ready, rest = Numbers(*rest[:count]), rest[count:]
-    scale: Any
-    scale, rest = (None, rest) if steer is None else (rest[0], rest[1:])
     (lengths, ids, seed), bias = rest[:3], Bias(*rest[3:6])
     inputs = Inputs.of(rest[6:], bias, lengths, ids, seed)
-    log = None
-    if steer is not None:
-        log, inputs.scale[steer.slot] = inputs.scale[steer.slot], scale
     band = tables.again(ready.band, bias, static, inputs.v)
     if band is not ready.band:
         ready = ready._replace(band=band)
-    grads = run.backward(grad_out, grad_lse, out, lse, low, inputs, static, band, ready)
-    if log is not None:
-        steering.pass_on(static, grads, inputs.q, rest[-1], log)
-    return grads
+    return run.backward(grad_out, grad_lse, out, lse, low, inputs, static, band, ready)
 
 
 def _slots_of(grads: list[Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -30,7 +30,7 @@ from .layout import by_tokens, expanded
 from .plan import Bias
 from .sinusoids import with_table
 from .slots import AsGiven, Joined, slots_of, summands, widths_of
-from .static import NO_LOG, Log, Slot, Static, Steer, are_few, one_sided
+from .static import NO_LOG, Log, Slot, Static, are_few, one_sided
 
 name = "triton"
 dense_mask = False
@@ -145,16 +145,9 @@ def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
     none = task.v.new_empty(0, dtype=torch.float32)
     shape = (task.batch, task.heads, task.num_queries)
     scales, rows, cols, facts = [], [], [], []
-    steer: Steer | None = None
-    weights: list[Tensor] = []
-    for n, f in enumerate(slots):
+    for f in slots:
         number, mode, scale, log = 1.0, 0, none, NO_LOG
-        # At most one slot with per-query bandwidths is computed within the call.
-        free = steer is None and not compiling
-        if isinstance(f, QueryBandwidthFactor) and free and steering.by_queries(f, task):
-            mode, scale, steer = 2, f.base.log.float(), Steer(n, _bend(f.base), f.reach)
-            weights = [f.w.float()]
-        elif isinstance(f, QueryBandwidthFactor) and not compiling:
+        if isinstance(f, QueryBandwidthFactor) and not compiling:
             mode, scale = 2, steering.steered(f, shape, _bend(f.base), task.v.dtype)
         elif isinstance(f, DistanceFactor) and isinstance(f.given, LogScale) and not compiling:
             mode, scale, log = 1, f.given.log.float(), _bend(f.given)
@@ -182,10 +175,10 @@ def _run(task: Task, slots: list[Factor], summed: bool = False) -> Smoothed:
     bias, clip = _bias(task, shape, one_sided(rule.cases))
     q = [_of_all_heads(f.q.to(dtype), task.heads) for f in slots]
     k = [f.k.to(dtype) for f in slots]
-    given = (*q, *k, task.v, *scales, *rows, *cols, *weights)
+    given = (*q, *k, task.v, *scales, *rows, *cols)
     static = Static(
         tuple(facts), rule.cases, rule.simple, task.dropout_p, learns, rule.first,
-        by_tokens(q[0]), clip, shape, steer, summed=summed,
+        by_tokens(q[0]), clip, shape, summed=summed,
     )  # fmt: skip
     data = (rule.lengths, rule.ids, task.seed)
     if compiling:

@@ -30,17 +30,6 @@ class Slot(NamedTuple):
     unit: bool = False  # the kernel for few queries divides queries and keys by their lengths
 
 
-class Steer(NamedTuple):
-    """A slot whose queries set their own bandwidths.
-
-    Its scale is the logarithm of the base. The weights come last among the tensors.
-    """
-
-    slot: int
-    bend: Log  # how the scale is computed
-    reach: float  # how far, in the logarithm, a query may move its bandwidth
-
-
 class Static(NamedTuple):
     """Everything of a call except its tensors. Calls with the same Static and shapes share a plan."""
 
@@ -53,7 +42,6 @@ class Static(NamedTuple):
     tokens: bool  # outputs and gradients lie token by token, [B, T, H, D] in memory
     clip: int  # how far a table reaches each way; -1 without one
     shape: tuple[int, int, int]  # batch, heads, queries
-    steer: Steer | None = None
     grouped: bool = False  # queries are heads of a group, all at the last place
     summed: bool = False  # slots are terms, of the same features, whose weights add up
 

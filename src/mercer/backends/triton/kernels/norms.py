@@ -170,14 +170,10 @@ def steer(
 
 @triton.jit
 def steer_backward(
-    X, W, LOG, GRAD, DX, SUMS, num_heads, length, width, sxb, sxh, sxt, swh, slh, sdb, sdh, sdt, sgb, sgh,
-    reach, WIDTH: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr, BEND: tl.constexpr,
-    ADD: tl.constexpr,
+    X, W, LOG, GRAD, DX, SUMS, num_heads, length, width, sxb, sxh, sxt, swh, slh, sgb, sgh, reach,
+    WIDTH: tl.constexpr, BM: tl.constexpr, PART: tl.constexpr, BEND: tl.constexpr,
 ):  # fmt: skip
-    """dx, and over a part of the places dw and dlog: [B H, parts, width + 1].
-
-    ADD: dx is added to what is there.
-    """
+    """dx, and over a part of the places dw and dlog: [B H, parts, width + 1]."""
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
     e = tl.arange(0, WIDTH)
@@ -193,12 +189,9 @@ def steer_backward(
         score = moved * (1.0 - bend * bend)
         dlog += moved * slope
         dw += tl.sum(score[:, None] * x, 0)
-        target = DX + b * sdb + h * sdh + n[:, None].to(tl.int64) * sdt + e[None, :]
+        target = DX + (bh.to(tl.int64) * length + n[:, None]) * width + e[None, :]
         mask = (n < length)[:, None] & (e < width)[None, :]
-        dx = score[:, None] * w[None, :]
-        if ADD:
-            dx += tl.load(target, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target, dx.to(DX.dtype.element_ty), mask=mask)
+        tl.store(target, (score[:, None] * w[None, :]).to(DX.dtype.element_ty), mask=mask)
     part = SUMS + (bh.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (width + 1)
     tl.store(part + e, dw, mask=e < width)
     tl.store(part + width, tl.sum(dlog, 0))
