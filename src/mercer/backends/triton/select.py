@@ -9,7 +9,7 @@ import torch
 from ..runtime.device import INTERPRETED, shared_memory
 from ..runtime.launch import Launch
 from .block_sizes import SPREADS, Sizes, bucket_of, fitted, sizes_of
-from .codes import NOWHERE, PLAIN
+from .codes import NOWHERE
 from .plan import Plan
 from .specialize import grouped
 
@@ -31,12 +31,8 @@ def forward_launch(
     flags |= {
         "HAS_LOW": low, "SPLIT": parts > 1, "SPREAD": _spread("forward", p),
         "INSIDE0": inside[0], "INSIDE1": inside[1], "SUMMED": p.static.summed,
-        "FAST": 0, "GROUPED": p.static.grouped, "TMA": _keys_by_tma("forward", p),
+        "GROUPED": p.static.grouped, "TMA": _keys_by_tma("forward", p),
     }  # fmt: skip
-    plain = p.constants["FORM"] == PLAIN and p.constants["CLIP"] < 0
-    plain = plain and len(p.static.slots) == 1 and not parts
-    if plain and flags["TMA"] and (_lean(p, flags) or INTERPRETED):
-        flags["FAST"] = 2 if p.still else 1
     return _keep(key, kernel, p, sizes, flags, -(-p.static.shape[2] // sizes.queries), parts)
 
 

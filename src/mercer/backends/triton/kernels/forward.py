@@ -15,7 +15,6 @@ import triton.language as tl
 
 from .bands import (
     BLOCKS,
-    NONE,
     PAIRS,
     _band_at,
     _band_block,
@@ -80,20 +79,18 @@ def _finished(acc, mass, peak):
 
 @triton.jit
 def _forward_span(
-    acc, mass, peak, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
-    band, tiles, begin, lengths, ids, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
+    acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1, band, tiles,
+    begin, lengths, ids, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
     num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv,
     SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr,
     FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr, MASK: tl.constexpr,
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SUMMED: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
-    TABLE: tl.constexpr, GROUPED: tl.constexpr, EDGES: tl.constexpr, STILL: tl.constexpr,
+    TABLE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: the running peak, mass and sums of values.
 
-    EDGES: a mask is needed before sure_start and from sure_stop
-    on, and values are taken to be finite. STILL: the peak is one that no key exceeds. SUMMED: the second
-    slot is another function of the same products, and weights add up.
+    SUMMED: the second slot is another function of the same products, and weights add up.
     """
     CHECK: tl.constexpr = MASK or not EVEN
     MODE0: tl.constexpr = _mode(SLOT0.mode, GROUPED, SLOT0.inside)
@@ -141,22 +138,11 @@ def _forward_span(
             # One dot product: the positive scale is applied in the exponent, in one instruction.
             if MASK:
                 t = tl.where(seen, t, float("-inf"))
-            if EDGES:
-                if (first_key < sure_start) | (first_key >= sure_stop):
-                    shown = _visible(
-                        i[:, None], j[None, :], b, first, lengths, ids, stride_ids, num_keys, FILTER
-                    )
-                    t = tl.where(shown, t, float("-inf"))
             rate = scale0 * LOG2E
-            if STILL:
-                higher = peak
-                p = tl.exp2(t * _down(rate, MODE0) - peak[:, None])
-                shrink = peak
-            else:
-                higher = tl.maximum(peak, tl.max(t, 1) * rate + far)
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                p = tl.exp2(t * _down(rate, MODE0) - (base - far)[:, None])
-                shrink = tl.exp2(peak - base)
+            higher = tl.maximum(peak, tl.max(t, 1) * rate + far)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(t * _down(rate, MODE0) - (base - far)[:, None])
+            shrink = tl.exp2(peak - base)
         elif FORM == POLY:
             # The weight is s^p itself, without a logarithm. The row's scale is a power, too.
             if MASK:
@@ -203,7 +189,7 @@ def _forward_span(
                 if SUMMED:
                     p += a1 * tl.exp2(exponent1 - base[:, None])
                 shrink = tl.exp2(peak - base)
-        if FORM == FLAT or STILL:
+        if FORM == FLAT:
             mass += tl.sum(p, 1)
         else:
             mass = mass * shrink + tl.sum(p, 1)
@@ -228,14 +214,11 @@ def forward(
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr, SUMMED: tl.constexpr,
     SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr,
-    FAST: tl.constexpr, GROUPED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
 
     GROUPED: queries, of one block, are heads that share their keys, all at the place of the last.
-
-    FAST: values are taken to be finite (1), and weights to be
-    those of a distance, of which a row's do not all vanish (2); a block where not is done again.
     """
     bh = tl.program_id(1)
     b, h = (bh // num_heads).to(tl.int64), (bh % num_heads).to(tl.int64)
@@ -251,9 +234,6 @@ def forward(
     line = bh.to(tl.int64) * num_queries
     q0 = _rows(Q0 + b * sqb0 + h * sqh0, sqt0, n, e0, SLOT0.width, num_queries, True)
     none = tl.zeros((BM,), tl.float32)
-    half = none
-    if FAST == 2:
-        half = 0.5 * tl.sum(q0.to(tl.float32) * q0.to(tl.float32), 1)
     # The heads whose scales the queries have: one head, or all of a group.
     of = h * num_queries + tl.minimum(n, num_queries - 1) if GROUPED else h
     scale0 = _scale(S0, number0, ss0, of, line, n, inside, SLOT0.mode, SLOT0.log)
@@ -303,52 +283,28 @@ def forward(
         start, stop, sure_start, sure_stop, tl.program_id(2), tl.num_programs(2), num_keys, BN, SPLIT,
         SIMPLE,
     )  # fmt: skip
-    if FAST > 0:
-        # All keys in one loop, without a running maximum where a bound is known. Rows for which this
-        # fails are rare.
-        if FAST == 2:
-            # The score of a key at distance 0.
-            peak = half * (scale0 * LOG2E)
-        acc, mass, peak = _forward_span(
-            acc, mass, peak, start, stop, sure_start, sure_stop, q0, q1, scale0, scale1, row0, row1,
-            none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
-            i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
-            skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, NONE, FILTER, FORM, SAME, False, EVEN,
-            DROPOUT, PRECISION, BM, BN, SUMMED, SPREAD, TMA, TABLE, GROUPED, True, FAST == 2,
-        )  # fmt: skip
-        fine = tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1) > 0
-        if FAST == 2:
-            fine = fine & (mass > 1e-30)
-        whole = tl.min((fine | ~inside).to(tl.int32), 0) == 0
-        if whole:
-            acc = tl.zeros((BM, V), tl.float32)
-            mass = tl.zeros((BM,), tl.float32)
-            peak = tl.full((BM,), float("-inf"), tl.float32)
-    if FAST == 0 or whole:
-        for span in tl.static_range(4):
-            # The spans: masked, beyond the table's reach, within it, masked.
-            near = sure_stop
-            if TABLE.clip >= 0:
-                near = tl.maximum(
-                    tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start
-                )
-            if span == 0:
-                first_key, last_key = start, sure_start
-            elif span == 1:
-                first_key, last_key = sure_start, near
-            elif span == 2:
-                first_key, last_key = near, sure_stop
-            else:
-                first_key, last_key = sure_stop, stop
-            if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
-                acc, mass, peak = _forward_span(
-                    acc, mass, peak, first_key, last_key, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
-                    far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
-                    i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
-                    skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,
-                    _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
-                    DROPOUT, PRECISION, BM, BN, SUMMED, SPREAD, TMA, TABLE, GROUPED, False, False,
-                )  # fmt: skip
+    for span in tl.static_range(4):
+        # The spans: masked, beyond the table's reach, within it, masked.
+        near = sure_stop
+        if TABLE.clip >= 0:
+            near = tl.maximum(tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start)
+        if span == 0:
+            first_key, last_key = start, sure_start
+        elif span == 1:
+            first_key, last_key = sure_start, near
+        elif span == 2:
+            first_key, last_key = near, sure_stop
+        else:
+            first_key, last_key = sure_stop, stop
+        if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
+            acc, mass, peak = _forward_span(
+                acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
+                far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
+                i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
+                skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,
+                _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
+                DROPOUT, PRECISION, BM, BN, SUMMED, SPREAD, TMA, TABLE, GROUPED,
+            )  # fmt: skip
     empty = mass == 0.0
     if FORM == POLY:
         peak = SLOT0.param * tl.log2(tl.where(empty, 1.0, peak * tl.abs(scale0)))
