@@ -38,12 +38,6 @@ def patch(old: Any, new: Any) -> None:
         setattr(module, name, new)
 
 
-def no_columns() -> None:
-    from mercer.backends.triton import select
-
-    select.SPREADS = set()
-
-
 def no_stored_band() -> None:
     from mercer.backends.triton import plan, run  # noqa: F401
 
@@ -131,7 +125,6 @@ class Piece:
 AT_64, AT_128, SHORT = (4, 16, 8192, 64), (2, 16, 8192, 128), (16, 12, 1024, 64)
 WINDOW = "window:1024"
 PIECES = {
-    "columns": Piece(no_columns, (("rbf", *AT_64), ("adaptive", *AT_128))),
     "stored-band": Piece(no_stored_band, (("lookup", *SHORT), ("buckets", *SHORT))),
     "sides": Piece(no_sides, (("adaptive", *AT_64),)),
     "stretch": Piece(no_stretch, (("rbf", *AT_64, WINDOW), ("rbf", *AT_128), ("rbf", *AT_64))),

@@ -53,7 +53,4 @@ def test_blocks_are_those_that_were_measured(width, places, clip, found):
     p = plan(width, places=places, CLIP=clip, MODE0=0)
     sizes = block_sizes.sizes_of("split", p)
     assert (sizes.keys, sizes.warps, sizes.stages) == found
-    assert (
-        block_sizes.fitted("forward", sizes, SimpleNamespace(**vars(p), spread=False), 232448)
-        == sizes
-    )
+    assert block_sizes.fitted("forward", sizes, p, 232448) == sizes

@@ -530,7 +530,7 @@ def test_blocks_fit_into_the_shared_memory(most, dtype):
         second = width // 2 if needs == "parts" else 0
         constants = {"E0": width - second, "E1": second, "V": min(width, 128)}
         constants["CLIP"] = 64 if needs in ("table", "near") else -1
-        plan = SimpleNamespace(constants=constants, dtype=dtype, spread=needs == "keyed")
+        plan = SimpleNamespace(constants=constants, dtype=dtype)
         found = block_sizes.fitted(kind, sizes, plan, most)
         assert block_sizes.bytes_of(kind, found, plan) <= most
         assert min(found.queries, found.keys) >= 16

@@ -74,8 +74,6 @@ SIZES: dict[tuple[str, int, str], Sizes] = {
 }
 # A table that reaches this far has blocks enough for pipelining to pay.
 LONG = 256
-# Where numbers per key are columns of a product; elsewhere they are added to it.
-SPREADS = {("forward", 64), ("queries", 64), ("queries", 128)}
 # What needs more is tried in this order.
 FALLBACKS = {
     "each": ("keyed", "plain", "link"),
@@ -131,10 +129,9 @@ def bytes_of(kind: str, sizes: Sizes, p: Plan) -> int:
     if kind == "keys":
         own, streamed = streamed, own
     kept = own * (width if kind == "forward" else width + wide) * size
-    columns = 32 * streamed if p.spread else 0
     bias = size * own * streamed if c["CLIP"] >= 0 else 0
     # And barriers, and numbers per key or query.
-    return kept + sizes.stages * (streamed * (width + wide) * size + columns + bias) + 2048
+    return kept + sizes.stages * (streamed * (width + wide) * size + bias) + 2048
 
 
 def fitted(kind: str, sizes: Sizes, p: Plan, most: int) -> Sizes:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...term.layout import repeat
-from ..runtime.device import INTERPRETED
+from ..runtime.device import on_hopper
 from ..runtime.launch import start
 from .codes import NORMS, NOWHERE
 from .layout import next_power_of_two, readable_rows, strides_of
@@ -19,11 +19,11 @@ def prepare(
 ) -> Numbers:
     """Numbers per key and per query, except what a kernel computes itself: `inside`.
 
-    `few`: there are few queries, for which columns do not pay.
+    `few`: there are few queries.
     """
     cols, rows = [], []
-    # Columns would overflow in float16, and float32 has no fast matrix product.
-    spread = len(x.q) == 1 and not few and (INTERPRETED or x.v.dtype == torch.bfloat16)
+    # The kernels for Hopper read columns. These would overflow in float16.
+    spread = len(x.q) == 1 and not few and x.v.dtype == torch.bfloat16 and on_hopper(x.v.device)
     columns: Tensor | None = None
     for n, slot in enumerate(static.slots):
         col, row, k = x.col[n], x.row[n], x.k[n]

@@ -51,9 +51,8 @@ AT_WORK, MOST_PARTS = 4, 64
 
 def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> list[Any]:
     """The tensors that all kernels take first. Blocks that a loop reads are TMA descriptors."""
-    k1 = ready.columns if p.spread else x.k[-1]
     tensors: list[Any] = [
-        x.q[0], x.k[0], x.q[-1], k1, x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
+        x.q[0], x.k[0], x.q[-1], x.k[-1], x.v, x.scale[0], x.scale[-1], ready.row0, ready.row1,
         ready.col0, ready.col1, ready.band, ready.band,
         x.v if x.lengths is None else x.lengths, x.v if x.ids is None else x.ids,
     ]  # fmt: skip
@@ -64,8 +63,8 @@ def _tensors(x: Inputs, ready: Numbers, p: Plan, launch: Launch, kind: str) -> l
         rows = c["BM"] if kind == "keys" else c["BN"]
         first, second = (0, 2) if kind == "keys" else (1, 3)
         tensors[first] = tma_descriptor(tensors[first], rows, p.constants["E0"])
-        if (e1 := p.constants["E1"]) or c.get("SPREAD"):
-            tensors[second] = tma_descriptor(tensors[second], rows, e1 or 16)
+        if e1 := p.constants["E1"]:
+            tensors[second] = tma_descriptor(tensors[second], rows, e1)
         if kind != "keys":
             tensors[4] = tma_descriptor(tensors[4], rows, c["V"])
     return tensors

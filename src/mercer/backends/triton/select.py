@@ -8,7 +8,7 @@ import torch
 
 from ..runtime.device import INTERPRETED, shared_memory
 from ..runtime.launch import Launch
-from .block_sizes import SPREADS, Sizes, bucket_of, fitted, sizes_of
+from .block_sizes import Sizes, fitted, sizes_of
 from .codes import NOWHERE
 from .plan import Plan
 from .specialize import grouped
@@ -29,9 +29,9 @@ def forward_launch(
 
     sizes, flags = _common("forward", p, cut=parts > 0)
     flags |= {
-        "HAS_LOW": low, "SPLIT": parts > 1, "SPREAD": _spread("forward", p),
+        "HAS_LOW": low, "SPLIT": parts > 1,
         "INSIDE0": inside[0], "INSIDE1": inside[1], "SUMMED": p.static.summed,
-        "GROUPED": p.static.grouped, "TMA": _keys_by_tma("forward", p),
+        "GROUPED": p.static.grouped, "TMA": _keys_by_tma(p),
     }  # fmt: skip
     return _keep(key, kernel, p, sizes, flags, -(-p.static.shape[2] // sizes.queries), parts)
 
@@ -51,8 +51,8 @@ def queries_launch(
 
     sizes, flags = _common("queries", p)
     flags |= _of_slots(p) | {
-        "SPREAD": _spread("queries", p), "CUT": cut, "HAS_LSE": lse, "FIRST": not add,
-        "HAS_LOW": low, "ADD": add, "TMA": _keys_by_tma("queries", p),
+        "CUT": cut, "HAS_LSE": lse, "FIRST": not add, "HAS_LOW": low, "ADD": add,
+        "TMA": _keys_by_tma(p),
     }  # fmt: skip
     return _keep(key, kernel, p, sizes, flags, -(-p.static.shape[2] // sizes.queries))
 
@@ -96,16 +96,10 @@ def _of_slots(p: Plan) -> dict[str, bool]:
     }  # fmt: skip
 
 
-def _spread(kind: str, p: Plan) -> bool:
-    """Whether the kernel takes numbers per key as columns of a product."""
-    return p.spread and (kind, bucket_of(p)) in SPREADS
-
-
-def _keys_by_tma(kind: str, p: Plan) -> bool:
+def _keys_by_tma(p: Plan) -> bool:
     """Whether TMA can read the keys and values."""
     _, _, k0, k1, v, _ = p.aligned
-    second = len(p.static.slots) == 2 or _spread(kind, p)
-    return k0 and v and (k1 or not second)
+    return k0 and v and (k1 or len(p.static.slots) == 1)
 
 
 def _lean(p: Plan, flags: dict[str, Any]) -> bool:

@@ -17,9 +17,8 @@ from .bands import (
     _of_keys,
     _strict,
 )
-from .gradients import _grad, _of_columns, _reference, _store, _weights
+from .gradients import _grad, _reference, _store, _weights
 from .primitives import (
-    COLUMNS,
     _block,
     _delta,
     _exactly,
@@ -28,7 +27,6 @@ from .primitives import (
     _kept,
     _no_tickets,
     _numbers,
-    _ones,
     _row_of,
     _rows,
 )
@@ -38,14 +36,14 @@ from .visibility import _cut, _key_range, _visible
 
 @triton.jit
 def _queries_span(
-    dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, start, stop, q0, q1, grad, scale0,
+    dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, start, stop, q0, q1, grad, scale0,
     scale1, row0, row1, half0, half1, ref0, ref1, rate, lse2, delta, k0, k1, v, col0, col1, band, tiles, dband, begin, lengths, ids,
     i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
     svb, svt, stride_ids, stb, width, e0, e1, dv,
     SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, TABLE: tl.constexpr,
     BIAS: tl.constexpr, FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     MASK: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr,
     STEADY0: tl.constexpr, STEADY1: tl.constexpr, EVENED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop, for dq and what belongs to a query.
@@ -57,7 +55,7 @@ def _queries_span(
     # The gradient of a scale of each query needs the numbers per key.
     EACH: tl.constexpr = SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY
     next0, next1 = lse2, lse2
-    if SLOT0.col and not SPREAD:
+    if SLOT0.col:
         next0 = _numbers(col0, start, num_keys, BN)
     if SLOT1.col:
         next1 = _numbers(col1, start, num_keys, BN)
@@ -65,9 +63,6 @@ def _queries_span(
         j = first_key + tl.arange(0, BN)
         kb0 = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, SLOT0.width, CHECK, TMA)
         t0 = tl.dot(q0, tl.trans(kb0), input_precision=PRECISION)
-        if SPREAD:
-            c = _block(k1, b, h1, skb1, skt1, first_key, 16, num_keys, BN, COLUMNS, CHECK, TMA)
-            t0 = tl.dot(q1, tl.trans(c), t0, input_precision=PRECISION)
         t1 = t0
         if SLOT1.width > 0:
             kb1 = _block(
@@ -81,7 +76,7 @@ def _queries_span(
         if TABLE.clip < 0:
             # Started before the weights are formed, to overlap with them.
             dp = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
-        if SLOT0.col and not SPREAD:
+        if SLOT0.col:
             c0 = next0[None, :]
             t0 += c0
             next0 = _numbers(col0, first_key + BN, num_keys, BN)
@@ -126,8 +121,6 @@ def _queries_span(
             later += tl.sum(pull0 * x, 1)
         elif SLOT0.wants and SLOT0.link != IDENTITY:
             ds0 += tl.sum(u0 * t0, 1)
-        elif EACH and SPREAD:
-            dcs = tl.dot(u0.to(kb0.dtype), c, dcs, input_precision=PRECISION)
         elif EACH and SLOT0.col:
             ds0 += tl.sum(u0 * (c0 - ref0), 1)
         if SLOT1.width > 0:
@@ -168,7 +161,7 @@ def _queries_span(
                 c = j[None, :] - begin
                 owned = (n[:, None] < num_queries) & (c >= 0) & (c < width)
                 tl.store(dband + n[:, None].to(tl.int64) * width + c, dlog, mask=owned)
-    return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs
+    return dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier
 
 
 @triton.jit
@@ -208,7 +201,7 @@ def backward_queries(
     SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, TABLE: tl.constexpr,
     FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr,
     ADD: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, HAS_LSE: tl.constexpr,
     FIRST: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
@@ -263,11 +256,9 @@ def backward_queries(
         scale1 = _scale(S1, number1, ss1, h, line, n, inside, SLOT1.mode, SLOT1.log)
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if SLOT1.row else none
         dq1 = tl.zeros((BM, SLOT1.width), tl.float32)
-    if SPREAD:
-        q1 = _ones(BM, q0.dtype, SLOT0.mode)
     h0, h1, hv = h // group0, h // group1, h // group_v
     k0 = _head(K0, b, h0, skb0, skh0, TMA)
-    k1 = _head(K1, b, h1, skb1, skh1, TMA and (SLOT1.width > 0 or SPREAD))
+    k1 = _head(K1, b, h1, skb1, skh1, TMA and SLOT1.width > 0)
     v = _head(V_, b, hv, svb, svh, TMA)
     col0 = C0 + b * scb0 + (h // gc0) * sch0
     col1 = C1 + b * scb1 + (h // gc1) * sch1
@@ -303,7 +294,6 @@ def backward_queries(
         half1 = -0.5 * tl.sum(q1.to(tl.float32) * q1.to(tl.float32), 1)
     ref0 = _reference(col0, SLOT0.wants and SLOT0.col and SLOT0.link == IDENTITY and SLOT0.mode > 0)
     ref1 = _reference(col1, SLOT1.wants and SLOT1.col and SLOT1.link == IDENTITY and SLOT1.mode > 0)
-    dcs = tl.zeros((BM, COLUMNS), tl.float32)
     dq0 = tl.zeros((BM, SLOT0.width), tl.float32)
     ds0, ds1, dr0, dr1, inner, later, earlier = none, none, none, none, none, none, none
     low = block * BM + place
@@ -325,15 +315,15 @@ def backward_queries(
         else:
             first_key, last_key = sure_stop, stop
         if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
-            dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs = _queries_span(
-                dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, dcs, first_key, last_key, q0, q1,
+            dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier = _queries_span(
+                dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, first_key, last_key, q0, q1,
                 grad, scale0, scale1, row0, row1, half0, half1, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
                 k0, k1, v, col0, col1, band, TILES, dband, begin, LENGTHS, IDS, i, n, b, bh, h, h0, h1,
                 hv, block * BM, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,
                 svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, TABLE,
                 _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,
                 _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
-                DROPOUT, PRECISION, BN, BM, SPREAD, TMA, STEADY0, STEADY1, EVENED, CUT,
+                DROPOUT, PRECISION, BN, BM, TMA, STEADY0, STEADY1, EVENED, CUT,
             )  # fmt: skip
     # The common change of all weights of a row.
     moved = none
@@ -342,8 +332,6 @@ def backward_queries(
     if EVENED > 0:
         excess = (dr0 if EVENED == 1 else dr1) - moved
         tl.store(DELTA + line + n, delta + excess, mask=inside)
-    if SLOT0.wants and SLOT0.mode == 2 and SLOT0.link == IDENTITY and SPREAD:
-        ds0 += _of_columns(dcs, ref0)
     sums = line + bh.to(tl.int64) * num_keys
     if FORM == POLY:
         # The scale changes all weights of a row by one factor, so it acts only through log_mass.

@@ -24,7 +24,6 @@ from .bands import (
     _of_keys,
 )
 from .primitives import (
-    COLUMNS,
     LN2,
     LOG2E,
     _below,
@@ -35,7 +34,6 @@ from .primitives import (
     _held,
     _kept,
     _numbers_of,
-    _ones,
     _row_of,
     _rows,
     _store_exactly,
@@ -85,7 +83,7 @@ def _forward_span(
     SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr,
     FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr, MASK: tl.constexpr,
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SUMMED: tl.constexpr, SPREAD: tl.constexpr, TMA: tl.constexpr,
+    BN: tl.constexpr, SUMMED: tl.constexpr, TMA: tl.constexpr,
     TABLE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: the running peak, mass and sums of values.
@@ -97,7 +95,7 @@ def _forward_span(
     MODE1: tl.constexpr = _mode(SLOT1.mode, GROUPED, SLOT1.inside)
     # Numbers per key are read one block ahead, to hide their latency.
     c0, c1 = far, far
-    if SLOT0.col and not SPREAD:
+    if SLOT0.col:
         c0 = _numbers_of(col0, start, num_keys, BN, SLOT0.col)
     if SLOT1.col:
         c1 = _numbers_of(col1, start, num_keys, BN, SLOT1.col)
@@ -105,9 +103,6 @@ def _forward_span(
         j = first_key + tl.arange(0, BN)
         k = _block(k0, b, h0, skb0, skt0, first_key, e0, num_keys, BN, SLOT0.width, CHECK, TMA)
         t = tl.dot(q0, tl.trans(k), input_precision=PRECISION)
-        if SPREAD:
-            c = _block(k1, b, h1, skb1, skt1, first_key, 16, num_keys, BN, COLUMNS, CHECK, TMA)
-            t = tl.dot(q1, tl.trans(c), t, input_precision=PRECISION)
         if SLOT1.width > 0:
             other = _block(
                 k1, b, h1, skb1, skt1, first_key, e1, num_keys, BN, SLOT1.width, CHECK, TMA
@@ -124,7 +119,7 @@ def _forward_span(
             t = _by_keys(t, squares, SLOT0.inside)
             if SUMMED:
                 t1 = _by_keys(t1, squares, SLOT1.inside)
-        if SLOT0.col and not SPREAD:
+        if SLOT0.col:
             t += _below(c0, SLOT0.col)
             c0 = _numbers_of(col0, first_key + BN, num_keys, BN, SLOT0.col)
         values = _block(v, b, hv, svb, svt, first_key, dv, num_keys, BN, V, CHECK, TMA)
@@ -213,7 +208,7 @@ def forward(
     FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr, SUMMED: tl.constexpr,
-    SPREAD: tl.constexpr, TMA: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr,
+    TMA: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
@@ -255,11 +250,9 @@ def forward(
             q1 = _held(q1, SLOT1.width, PRECISION)
     if SLOT1.width > 0 or SUMMED:
         row1 = tl.load(R1 + line + n, mask=inside, other=0.0) if SLOT1.row else none
-    if SPREAD:
-        q1 = _ones(BM, q0.dtype, SLOT0.mode)
     h0, h1, hv = h // group0, h // group1, h // group_v
     k0 = _head(K0, b, h0, skb0, skh0, TMA)
-    k1 = _head(K1, b, h1, skb1, skh1, TMA and (SLOT1.width > 0 or SPREAD))
+    k1 = _head(K1, b, h1, skb1, skh1, TMA and SLOT1.width > 0)
     v = _head(V_, b, hv, svb, svh, TMA)
     col0 = _column(C0 + b * scb0, h, of, gc0, sch0, SLOT0.col)
     col1 = _column(C1 + b * scb1, h, of, gc1, sch1, SLOT1.col)
@@ -303,7 +296,7 @@ def forward(
                 i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
                 skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,
                 _form(FORM, _of_keys(span, FILTER, TABLE.clip, TABLE.sided)), SAME, span == 0 or span == 3, EVEN,
-                DROPOUT, PRECISION, BM, BN, SUMMED, SPREAD, TMA, TABLE, GROUPED,
+                DROPOUT, PRECISION, BM, BN, SUMMED, TMA, TABLE, GROUPED,
             )  # fmt: skip
     empty = mass == 0.0
     if FORM == POLY:

@@ -143,16 +143,6 @@ def _columns(x, e, dtype: tl.constexpr, FOURTH: tl.constexpr):
     return tl.where(e == 0, high[:, None], rest).to(dtype)
 
 
-@triton.jit
-def _ones(BM: tl.constexpr, dtype: tl.constexpr, MODE: tl.constexpr):
-    """The operand that adds up columns: ones."""
-    out = tl.full((BM, COLUMNS), 1.0, dtype)
-    if MODE == 2:
-        three = tl.arange(0, COLUMNS)[None, :] < 3
-        out = tl.where(three, out, tl.zeros_like(out))
-    return out
-
-
 @triton.constexpr_function
 def _bits_beyond(dtype):
     """How many of float32's last bits are left out if a number in half precision gets eight more bits."""

@@ -65,6 +65,6 @@ def _along(LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _ones(LAYOUT: gl.constexpr):
-    """The factors that add up three columns: ones for the first three, as in the portable `_ones`."""
+    """The factors that add up three columns: ones for the first three."""
     ones = gl.full([BLOCK, COLUMNS], 1.0, gl.float32, LAYOUT)
     return gl.where(_along(LAYOUT) < 3, ones, 0.0)
