@@ -51,30 +51,6 @@ def no_sides() -> None:
     patch(sums, lambda p, grad: sums(p, grad) and p.constants["MODE0"] < 2)
 
 
-def _no_stretch(filter):  # type: ignore[no-untyped-def]
-    return ()
-
-
-def no_stretch() -> None:
-    import triton
-
-    from mercer.backends.triton.kernels import (  # noqa: F401
-        backward_keys,
-        backward_queries,
-        forward,
-        visibility,
-    )
-
-    try:
-        from mercer.backends.triton.hopper.kernels import (  # noqa: F401
-            forward_128,
-            multiplying,
-        )
-    except ImportError:
-        print("no Hopper kernels")
-    patch(visibility._stretch, triton.constexpr_function(_no_stretch))
-
-
 def no_turning() -> None:
     from mercer.backends.triton import sinusoids
 
@@ -123,11 +99,9 @@ class Piece:
 
 
 AT_64, AT_128, SHORT = (4, 16, 8192, 64), (2, 16, 8192, 128), (16, 12, 1024, 64)
-WINDOW = "window:1024"
 PIECES = {
     "stored-band": Piece(no_stored_band, (("lookup", *SHORT), ("buckets", *SHORT))),
     "sides": Piece(no_sides, (("adaptive", *AT_64),)),
-    "stretch": Piece(no_stretch, (("rbf", *AT_64, WINDOW), ("rbf", *AT_128), ("rbf", *AT_64))),
     "turning": Piece(no_turning, (("product", *AT_64), ("relative-sinusoid", 8, 10, 2048, 128))),
     "flat": Piece(no_flat, (("rational", *AT_64), ("rational", *AT_128))),
     "pairs": Piece(no_pairs, (("polynomial", 1, 16, 65536, 64, "causal", "linear"),)),

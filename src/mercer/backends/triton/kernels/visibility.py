@@ -8,62 +8,9 @@ import triton
 import triton.language as tl
 
 
-@triton.constexpr_function
-def _stretch(filter):
-    """If each key is seen from one stretch of places: how far before the key it begins, and its length.
-
-    Without a limit these exceed any number of places. (0, -1): nothing is visible. (): no such stretch.
-    """
-    (causal, left, right, _, stride, fixed, _, _, documents, gap) = filter[0]
-    if len(filter) > 1 or stride or fixed or documents:
-        return ()
-    before = min(right if right >= 0 else 2**29, 0 if causal else 2**29, -gap if gap else 2**29)
-    after = left if left >= 0 else 2**30
-    return (before, before + after) if before + after >= 0 else (0, -1)
-
-
-@triton.jit
-def _first_place(j, b, first, lengths, num_keys, FILTER: tl.constexpr, STRETCH: tl.constexpr):
-    """The first place that sees each key at places j, for a filter with a stretch."""
-    there = j < num_keys
-    if FILTER[0][7]:
-        there = there & (j < tl.load(lengths + b))
-    if FILTER[0][3] >= 0:
-        there = there & (j >= first - FILTER[0][3])
-    if STRETCH[1] < 0:
-        there = there & (j < 0)
-    return tl.where(there, j - STRETCH[0], 2**31 - 1)
-
-
-@triton.jit
-def _keys_seen(i, b, first, lengths, num_keys, FILTER: tl.constexpr, STRETCH: tl.constexpr):
-    """The first key that each query at places i sees, and the place after its last key."""
-    start = i + STRETCH[0] - max(STRETCH[1], 0)
-    stop = tl.minimum(i + STRETCH[0] + 1, num_keys)
-    if FILTER[0][3] >= 0:
-        start = tl.maximum(start, first - FILTER[0][3])
-    if FILTER[0][7]:
-        stop = tl.minimum(stop, tl.load(lengths + b).to(tl.int32))
-    return start, stop
-
-
 @triton.jit
 def _visible(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr):
     """Whether queries at places i see keys at places j, one a row, the other a column."""
-    STRETCH: tl.constexpr = _stretch(FILTER)
-    if len(STRETCH) > 0:
-        # One comparison for each pair, of unsigned integers.
-        begin = _first_place(j, b, first, lengths, num_keys, FILTER, STRETCH)
-        LAST: tl.constexpr = max(STRETCH[1], 0)
-        seen = (i - begin).to(tl.uint32, bitcast=True) <= LAST
-    else:
-        seen = _by_clauses(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER)
-    return seen
-
-
-@triton.jit
-def _by_clauses(i, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: tl.constexpr):
-    """The same, clause by clause, for any filter."""
     away = i - j
     seen = away != away
     for n in tl.static_range(len(FILTER)):

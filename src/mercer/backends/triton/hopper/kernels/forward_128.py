@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...kernels.primitives import COLUMNS, LN2, LOG2E, _finite, _taken
 from ...kernels.scores import _down, _scale
-from ...kernels.visibility import _keys_seen, _stretch, _visible
+from ...kernels.visibility import _visible
 from .primitives import (
     BLOCK,
     OWN,
@@ -62,35 +62,12 @@ def _seen(i, first_key, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _seen_along(
-    i, first_key, b, seeing, FILTER: gl.constexpr, STRETCH: gl.constexpr, ACROSS: gl.constexpr
-):
-    """The same if each query sees one interval of keys: an addition and an unsigned comparison per pair.
-
-    The keys of a thread differ by multiples of 8, so most of the addition is a constant.
-    """
-    LENGTHS, _, _, num_keys, first = seeing
-    start, stop = _keys_seen(i, b, first, LENGTHS, num_keys, FILTER, STRETCH)
-    none = (start >= stop) | (STRETCH[1] < 0)
-    after = gl.where(none, -BLOCK, first_key - start)
-    last = gl.where(none, 0, stop - 1 - start)
-    n = gl.arange(0, BLOCK, ACROSS)
-    away = after[:, None] + (n % 8)[None, :] + (n // 8 * 8)[None, :]
-    return away.to(gl.uint32, bitcast=True) <= last.to(gl.uint32, bitcast=True)[:, None]
-
-
-@gluon.jit
 def _shown(
-    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, STRETCH: gl.constexpr,
-    ACROSS: gl.constexpr,
-):  # fmt: skip
+    t, first_key, sure_start, sure_stop, i, b, seeing, FILTER: gl.constexpr, ACROSS: gl.constexpr
+):
     """Scores with hidden keys masked; between two places all queries see all keys."""
     if (first_key < sure_start) | (first_key + BLOCK > sure_stop):
-        if len(STRETCH) > 0:
-            seen = _seen_along(i, first_key, b, seeing, FILTER, STRETCH, ACROSS)
-        else:
-            seen = _seen(i, first_key, b, seeing, FILTER, ACROSS)
-        t = gl.where(seen, t, float("-inf"))
+        t = gl.where(_seen(i, first_key, b, seeing, FILTER, ACROSS), t, float("-inf"))
     return t
 
 
@@ -284,7 +261,6 @@ def _multiply(
     FEATURES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E0, 16])
     DOWN: gl.constexpr = gl.SliceLayout(1, SCORES)
     ACROSS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    STRETCH: gl.constexpr = _stretch(FILTER)
     place = num_keys - num_queries
     q1 = cols
     if SPREAD:
@@ -327,7 +303,7 @@ def _multiply(
         acc = gl.zeros([OWN, V], gl.float32, SUMS)
         t = warpgroup_mma_wait(0, (t,))
         first_key = start + begin * BLOCK
-        t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, STRETCH, ACROSS)
+        t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, ACROSS)
         p, peak, masses, shrink = _formed(t, peak, rate, masses, DTYPE, MODE0, STILL, SUMS)
         for step in range(begin + 1, end):
             if not STILL:
@@ -340,7 +316,7 @@ def _multiply(
             sums = warpgroup_mma(p, vs.index(last % STAGES), acc, is_async=True)
             t = warpgroup_mma_wait(1, (t,))
             first_key = start + step * BLOCK
-            t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, STRETCH, ACROSS)
+            t = _shown(t, first_key, sure_start, sure_stop, i, b, seeing, FILTER, ACROSS)
             p, peak, masses, shrink = _formed(t, peak, rate, masses, DTYPE, MODE0, STILL, SUMS)
             acc = warpgroup_mma_wait(0, (sums,))
             mbarrier.arrive(empty.index(last % STAGES), count=1)

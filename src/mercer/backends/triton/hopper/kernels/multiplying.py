@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...kernels.primitives import COLUMNS, LOG2E, _columns, _finite
 from ...kernels.scores import _grown
-from ...kernels.visibility import _first_place, _query_range, _stretch, _visible
+from ...kernels.visibility import _query_range, _visible
 from .accumulating import _give, _give_none
 from .copying import DELTAS, MASSES, SCALES, _beside, _per_key
 from .primitives import BLOCK, OWN, _along, _skip, _within, barrier, store
@@ -21,27 +21,6 @@ from .tickets import REFERENCE, SCALE, _hear, _heard, _number
 
 # A number per key that makes a weight 0, and is finite in float32 and bfloat16.
 LOWEST = gl.constexpr(-3e38)
-
-
-@gluon.jit
-def _seen(
-    at, j, b, first, lengths, ids, stride_ids, num_keys, FILTER: gl.constexpr, ACROSS: gl.constexpr
-):
-    """Which keys at places j the block of queries from `at` on sees: `_visible` with fewer additions."""
-    n = gl.arange(0, BLOCK, ACROSS)
-    STRETCH: gl.constexpr = _stretch(FILTER)
-    if len(STRETCH) > 0:
-        # One per pair: the queries of a thread differ by multiples of 8.
-        sees = _first_place(j, b, first, lengths, num_keys, FILTER, STRETCH) - at
-        away = (n % 8)[None, :] - sees[:, None] + (n // 8 * 8)[None, :]
-        LAST: gl.constexpr = max(STRETCH[1], 0)
-        seen = away.to(gl.uint32, bitcast=True) <= LAST
-    else:
-        i = at + n
-        seen = _visible(
-            i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
-        )
-    return seen
 
 
 @gluon.jit
@@ -86,8 +65,10 @@ def _span(
         if BANDED:
             e += biases.index(s * 2 + own).permute((1, 0)).load(SCORES).to(gl.float32)
         if MASK:
-            at = start + step * BLOCK + place
-            seen = _seen(at, j, b, first, lengths, ids, stride_ids, num_keys, FILTER, ACROSS)
+            i = start + step * BLOCK + place + gl.arange(0, BLOCK, ACROSS)
+            seen = _visible(
+                i[None, :], j[:, None], b, first, lengths, ids, stride_ids, num_keys, FILTER
+            )
             e = gl.where(seen, e, float("-inf"))
         p = gl.exp2(e)
         dp = warpgroup_mma_wait(0, (dp,))
