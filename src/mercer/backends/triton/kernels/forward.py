@@ -77,14 +77,13 @@ def _finished(acc, mass, peak):
 
 @triton.jit
 def _forward_span(
-    acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1, band, tiles,
-    begin, lengths, ids, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries,
-    num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv,
+    acc, mass, peak, start, stop, q0, q1, scale0, scale1, row0, row1, far, k0, k1, v, col0, col1,
+    band, tiles, begin, lengths, ids, i, n, b, bh, h, h0, h1, hv, first_query, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv,
     SLOT0: tl.constexpr, SLOT1: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr,
     FILTER: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr, MASK: tl.constexpr,
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SUMMED: tl.constexpr, TMA: tl.constexpr,
-    TABLE: tl.constexpr, GROUPED: tl.constexpr,
+    BN: tl.constexpr, SUMMED: tl.constexpr, TMA: tl.constexpr, TABLE: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: the running peak, mass and sums of values.
 
@@ -208,8 +207,7 @@ def forward(
     FILTER: tl.constexpr, SIMPLE: tl.constexpr, FORM: tl.constexpr, SAME: tl.constexpr,
     EVEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, HAS_LOW: tl.constexpr, SPLIT: tl.constexpr, SUMMED: tl.constexpr,
-    TMA: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr,
-    GROUPED: tl.constexpr,
+    TMA: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """out and log_mass of one block of queries; with SPLIT, over one part of the keys.
 
