@@ -19,6 +19,7 @@ from mercer.backends.runtime import launch as launches
 from mercer.backends.triton import backend as triton_backend
 from mercer.backends.triton import (
     block_sizes,
+    numbers,
     select,
     tables,
 )
@@ -1062,6 +1063,18 @@ def test_scores_of_sinusoids_need_no_distances_that_are_not_seen(filter, shape, 
     compare(kernel, filter, shape)
     count = shape.keys + 1 if isinstance(filter, mc.Causal) else 2 * shape.keys + 1
     assert set(counts) == {(count, shape.keys)}
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_columns_add_up_to_their_numbers(mode):
+    """The kernels for Hopper multiply three columns by ones, and need the fourth for sums."""
+    features = torch.randn(2, 3, 40, 6, device=DEVICE).half()
+    norms, both = numbers._norms(features, features, None, (2, 3, 40), mode)
+    assert torch.allclose(norms, -features.float().square().sum(-1) / 2)
+    for columns in (both, numbers._columns(norms, torch.float16, mode)):
+        assert torch.allclose(columns[..., :3].float().sum(-1), norms)
+        assert (columns[..., 3] == float(mode == 2)).all()
+        assert (columns[..., 4:] == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 6), (1, 2, 33, 128)], ids=str)
