@@ -29,6 +29,8 @@ from mercer.studies.load import NAMES
 ROOT = Path(__file__).parent.parent
 FINDINGS, README = "docs/findings.md", "README.md"
 BLOCK = re.compile(r"(<!-- study: ([\w-]+) -->\n).*?(\n<!-- end of study -->)", re.S)
+# The title of a study.
+HEAD = re.compile(r"^## [^\n]*\n\n(?=<!-- study: )", re.M)
 MISSING = re.compile(r"(<!-- missing -->\n).*?(\n<!-- end of missing -->)", re.S)
 FIGURE = re.compile(r"(<!-- (cell|difference): ([^>]*?) -->)(.*?)(<!-- end -->)", re.S)
 TABLE = re.compile(r"<!-- table: [\w-]+ -->.*?<!-- end of table -->", re.S)
@@ -177,7 +179,7 @@ def loose_numbers(text: str, folder: Path) -> list[str]:
     A number is in a generated block, is a checked figure, stands on a page that its paragraph links
     to, or is a part of a name such as Table 2.
     """
-    for made in (BLOCK, MISSING, FIGURE, TABLE, re.compile(r"```.*?```|`[^`]*`|<!--.*?-->", re.S)):
+    for made in (HEAD, BLOCK, MISSING, FIGURE, TABLE, re.compile(r"```.*?```|`[^`]*`|<!--.*?-->", re.S)):
         text = made.sub(" ", text)
     found = []
     for part in re.split(r"\n\s*\n|\n- ", text):

@@ -207,10 +207,37 @@ def test_a_run_that_stays_there_has_not_converged(small, tmp_path, monkeypatch):
     assert result.status == STUCK
     assert not result.converged
     assert result.metrics["eval_loss"] > result.metrics["unigram_loss"]
+    assert result.steps == settings.steps
     # It has ended as usual, and may get more steps.
     assert (tmp_path / "run" / "model").is_dir()
     longer = run(replace(settings, steps=6, resume=True))
     assert longer.steps == 6
+
+
+def test_a_run_gives_up_that_learns_nothing(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("mercer.train.unigram.STEPS", 2)
+    given = {**small, "steps": 12, "eval_every": 2, "save_every": 2, "samples": False}
+    settings = Settings(**given, learning_rate=1e-9, give_up=0.25, output=str(tmp_path / "run"))
+    result = run(settings)
+    # Step 2 comes too early: a quarter of the steps is 3.
+    assert (result.status, result.steps) == (STUCK, 4)
+    assert run(replace(settings, resume=True)).steps == 4
+    # The process was killed between its last checkpoint and its result.
+    (tmp_path / "run" / "result.json").unlink()
+    again = run(replace(settings, resume=True))
+    assert (again.status, again.steps, again.metrics) == (STUCK, 4, result.metrics)
+    # A run that learns does not end, and takes the same steps as without the option.
+    given |= {"learning_rate": 3e-3, "steps": 20}
+    runs = [run(Settings(**given, give_up=share)) for share in (0.25, None)]
+    assert [r.steps for r in runs] == [20, 20]
+    assert [r.status for r in runs] == ["done", "done"]
+    assert runs[0].metrics == runs[1].metrics
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_a_share_of_the_steps_is_checked(share):
+    with pytest.raises(ValueError, match="give_up must be above 0 and at most 1, got"):
+        Settings(give_up=share).resolve()
 
 
 # A dry run.

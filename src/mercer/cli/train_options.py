@@ -156,6 +156,15 @@ Patience = Annotated[
         "End after so many evaluations without a better validation loss; the best model is kept.",
     ),
 ]
+GiveUp = Annotated[
+    float | None,
+    _option(
+        FILES,
+        "After this share of the steps, end a run that has learnt no more than the frequencies of "
+        "tokens.",
+        "--give-up",
+    ),
+]
 SaveEvery = Annotated[int | None, _option(FILES, "Steps between checkpoints.", "--save-every")]
 Keep = Annotated[int | None, _option(FILES, "How many checkpoints are kept.")]
 EvaluateBy = Annotated[

@@ -29,6 +29,8 @@ from .table import Row, rows
 if TYPE_CHECKING:
     from ..train import Result
 
+# The share of its steps after which a job ends that has learnt no more than frequencies of tokens.
+GIVE_UP = 0.25
 # Trains one job in a folder, reports to the screen, and returns what mercer.train.run returns.
 Runner = Callable[[Job, Path, Screen], Any]
 
@@ -213,8 +215,8 @@ def train(job: Job, folder: Path, screen: Screen, *, share: bool = False) -> Res
     from ..train import run as run_training
 
     begun = (folder / "config.json").exists()
-    # A study shows no sample texts.
-    chosen = {"samples": False, **job.chosen}
+    # A study shows no sample texts, and does not wait for what learns nothing.
+    chosen = {"samples": False, "give_up": GIVE_UP, **job.chosen}
     settings = Settings(**chosen, output=str(folder), resume=begun)
 
     def say(text: str) -> None:

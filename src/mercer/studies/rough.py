@@ -1,6 +1,7 @@
 """A rough version of a study: the same rows, models and data, on a fraction of the budget.
 
-It says in minutes of one GPU what the full study is likely to find, and where it is not clear yet.
+It says in minutes of one GPU what the full study may find. Its models are far from trained, so it
+gives no verdict on a paper's claims.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def roughen(
         f"{name} {value} for {study.backbone[name]} of the model that all start from"
         for name, value in (backbone or {}).items()
     ]
-    remark = f"A rough version: {', '.join(changed)} of the full study. {study.remark}".strip()
+    remark = f"A rough version: {', '.join(changed)} of the full study."
+    paper = study.paper
+    if paper is not None and paper.claims:
+        paper = replace(paper, claims=[])
+        remark += " That is too little for a verdict on the paper's claims."
     return replace(
         study,
         title=f"{study.title}: a rough version",
@@ -54,7 +59,8 @@ def roughen(
         tune_budget={**study.tune_budget, **(trials or {})},
         backbone={**study.backbone, **(backbone or {})},
         seeds=tuple(study.seeds)[:3],
-        remark=remark,
+        paper=paper,
+        remark=f"{remark} {study.remark}".strip(),
     )
 
 

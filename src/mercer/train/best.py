@@ -21,7 +21,7 @@ FILE = "best.safetensors"
 
 
 class Patience(Exception):
-    """A run that goes on had waited long enough before: it takes no further step."""
+    """A run that goes on had come to its end before: it takes no further step."""
 
 
 class Best:

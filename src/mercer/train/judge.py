@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .best import Best
@@ -10,6 +11,7 @@ from .distributed import Team
 from .settings import Settings
 from .state import kept_random
 from .tasks import Task
+from .unigram import is_stuck
 
 
 class Judge:
@@ -48,6 +50,13 @@ class Judge:
         if self.best.patience is not None:
             return self.best.last != step
         return self.budget.time is None and self.budget.usual < self.budget.last
+
+    def gives_up(self, metrics: Mapping[str, Any], step: int) -> bool:
+        """Whether the run ends with this evaluation on the way, since it has learnt nothing."""
+        share, steps = self.settings.give_up, self.settings.steps
+        if share is None or steps is None or step < share * steps:
+            return False
+        return is_stuck(metrics, step)
 
     def evaluate(
         self, model: Any, step: int, *, final: bool, sample: bool

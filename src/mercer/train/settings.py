@@ -27,11 +27,12 @@ MODES = ("blocks", "sliding", "memory")
 SPLITS = ("valid", "test")
 SCHEDULES = ("cosine", "inverse-sqrt")
 
-# May differ on resume: they change logging, storage, sharding and rounding, not the result.
+# May differ on resume: they change logging, storage, sharding and rounding, or when a run ends that
+# learns nothing, and not the result.
 FREE = (
     "output", "resume", "log_every", "eval_every", "save_every", "keep", "samples", "threads",
     "grown_from", "tensorboard", "accumulate", "workers", "fsdp", "device", "cache", "split",
-    "trust_kernels", "context_parallel",
+    "trust_kernels", "context_parallel", "give_up",
 )  # fmt: skip
 
 WHOLE = (
@@ -132,6 +133,9 @@ class Settings:
     # End after so many evaluations on the way without a better validation loss, and judge the best
     # of them; None: judge the last step.
     patience: int | None = None
+    # End at an evaluation after this share of the steps if no more was learnt than frequencies of
+    # tokens; None: go on.
+    give_up: float | None = None
     # How often, in steps; None: about a hundred logs and ten evaluations, a checkpoint with each.
     log_every: int | None = None
     eval_every: int | None = None
@@ -269,6 +273,8 @@ class Settings:
                 raise ValueError(
                     f"{name} {given} counts steps, so the run must have steps, no time"
                 )
+        if self.give_up is not None and not 0 < self.give_up <= 1:
+            raise ValueError(f"give_up must be above 0 and at most 1, got {self.give_up}")
         if self.resume and self.output is None:
             raise ValueError("resume needs output, the folder of the run")
 

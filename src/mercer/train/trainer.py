@@ -212,7 +212,10 @@ class KernelTrainer(Trainer):
         if self.owing:
             self.owing = False
             self.evaluate()
-        if self.judge.best.over:
+        ended = [line for line in self.folder.history if line.get("step") == state.global_step]
+        if self.judge.best.over or any(
+            self.judge.gives_up(line, state.global_step) for line in ended if "eval_loss" in line
+        ):
             raise Patience
 
     def note_step(self, step: int) -> None:
@@ -282,7 +285,7 @@ class KernelTrainer(Trainer):
         step = self.state.global_step
         with self.clock.paused():
             metrics, text = self.judge.evaluate(self.model, step, final=final, sample=not quiet)
-        if self.judge.best.over:
+        if self.judge.best.over or (not final and self.judge.gives_up(metrics, step)):
             self.control.should_training_stop = True
             # Trainer asks again at its end.
             self.control.should_evaluate = False
