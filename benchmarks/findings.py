@@ -179,7 +179,8 @@ def loose_numbers(text: str, folder: Path) -> list[str]:
     A number is in a generated block, is a checked figure, stands on a page that its paragraph links
     to, or is a part of a name such as Table 2.
     """
-    for made in (HEAD, BLOCK, MISSING, FIGURE, TABLE, re.compile(r"```.*?```|`[^`]*`|<!--.*?-->", re.S)):
+    code = re.compile(r"```.*?```|`[^`]*`|<!--.*?-->", re.S)
+    for made in (HEAD, BLOCK, MISSING, FIGURE, TABLE, code):
         text = made.sub(" ", text)
     found = []
     for part in re.split(r"\n\s*\n|\n- ", text):
