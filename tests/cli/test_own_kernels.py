@@ -197,7 +197,7 @@ def test_mistakes_give_a_one_line_error(invoke, arguments, message):
 def test_a_study_imports_what_is_beside_it(invoke, monkeypatch):
     built, path = [], list(sys.path)
 
-    def pretend(job, folder, screen):
+    def pretend(job, folder, screen, **options):
         parts = ("kernel", "position", "trust_kernels")
         chosen = {n: x for n, x in job.chosen.items() if n in parts}
         built.append(models.KernelLM(models.presets.lm("tiny", vocab_size=20, **chosen)))

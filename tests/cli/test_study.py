@@ -28,7 +28,7 @@ study = Study(
 """
 
 
-def pretend(job, folder, screen):
+def pretend(job, folder, screen, **options):
     value = 2.5 + 0.02 * job.seed + (0.1 if job.variant == "rbf" else 0.0)
     screen.show(SimpleNamespace(step=10, steps=20, loss=3.0, tokens_per_second=1e3))
     return SimpleNamespace(
@@ -84,7 +84,7 @@ def test_shards_seeds_and_output(place):
 
 
 def test_an_interrupt_says_how_to_go_on(place, monkeypatch):
-    def stop(job, folder, screen):
+    def stop(job, folder, screen, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(conduct, "train", stop)
@@ -95,7 +95,7 @@ def test_an_interrupt_says_how_to_go_on(place, monkeypatch):
 
 
 def test_a_failure_is_an_exit_code(monkeypatch):
-    def fail(job, folder, screen):
+    def fail(job, folder, screen, **options):
         raise RuntimeError("out of memory [16 GB]")
 
     monkeypatch.setattr(conduct, "train", fail)
@@ -108,7 +108,7 @@ def test_a_failure_is_an_exit_code(monkeypatch):
 
 
 def test_a_full_disk_gives_a_one_line_error(monkeypatch):
-    def fill(job, folder, screen):
+    def fill(job, folder, screen, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(conduct, "train", fill)
