@@ -144,7 +144,8 @@ def test_more_figures_are_measured_and_shown(tmp_path):
 
     study = Study(
         systems=["vaswani2017"], budget={"steps": 20}, seeds=(0,), measure=count,
-        columns=(Metric("twice", "twice the steps", True, 1),),
+        # No run has the second: its files were not there.
+        columns=(Metric("twice", "twice the steps", True, 1), Metric("absent", "absent", True)),
         analyse=lambda found, folder: f"{len(found)} row in {folder.name}",
     )  # fmt: skip
 
@@ -158,6 +159,7 @@ def test_more_figures_are_measured_and_shown(tmp_path):
     text = (tmp_path / "more" / "table.md").read_text()
     assert "| vaswani2017 | 2.000 | 1/1 | 40.0 |" in text
     assert text.endswith("1 row in more\n")
+    assert "absent" not in text
     # A measure is a part of the key.
     assert study.jobs()[0].key != replace(study, measure=None).jobs()[0].key
 

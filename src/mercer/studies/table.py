@@ -110,6 +110,11 @@ def best(found: Sequence[Row]) -> Row | None:
     return choose(known, key=lambda pair: pair[0])[1]
 
 
+def filled(columns: Sequence[Metric], found: Sequence[Row]) -> list[Metric]:
+    """The columns in which a row has a figure: some need files that --data may not have."""
+    return [metric for metric in columns if any(row.cell(metric) for row in found)]
+
+
 def draw(
     found: Sequence[Row],
     active: str | None = None,
@@ -124,7 +129,7 @@ def draw(
     # A narrow terminal shows no costs.
     room = width - max(len(row.variant) for row in found) - 26
     more = []
-    for metric in columns:
+    for metric in filled(columns, found):
         cells = [metric.title, *(row.cell(metric) for row in found)]
         if (room := room - max(map(len, cells)) - 3) >= 0:
             table.add_column(metric.title, justify="right", no_wrap=True)
@@ -153,7 +158,7 @@ def draw(
 
 def as_markdown(study: Study, found: Sequence[Row]) -> str:
     """The same table, for a file."""
-    more = study.columns
+    more = filled(study.columns, found)
     header = ("system", study.metric.title, "seeds", *(m.title for m in more), *COSTS)
     lines = [f"# {study.title or study.name}", "", _cells(header)]
     lines.append("|---|" + "---:|" * (len(header) - 1))
