@@ -83,6 +83,35 @@ def test_shards_seeds_and_output(place):
     assert len((place / "there" / "results.jsonl").read_text().splitlines()) == 6
 
 
+def test_compiled_runs_count_as_the_same_runs(place, monkeypatch):
+    given = []
+
+    def note(job, folder, screen, **options):
+        given.append(options["compile"])
+        result = pretend(job, folder, screen)
+        result.environment = {"compiled": True} if options["compile"] else {}
+        return result
+
+    monkeypatch.setattr(conduct, "train", note)
+    assert call("mine.py", "--seeds", "0").exit_code == 0
+    assert call("mine.py", "--compile").exit_code == 0
+    assert given == [False, False, True, True]
+    told = " ".join(call("mine.py", "--table").output.split())
+    assert "2 of 4 results are of compiled models, so do not compare speeds" in told
+
+
+def test_workers_compile_too(monkeypatch):
+    commands = []
+
+    def pretend_workers(command, *rest):
+        commands.append(command)
+        return studies.parallel.Ended()
+
+    monkeypatch.setattr(studies, "run_workers", pretend_workers)
+    call("mine.py", "--jobs", "2", "--compile")
+    assert commands[0][-2:] == ["mine.py", "--compile"]
+
+
 def test_an_interrupt_says_how_to_go_on(place, monkeypatch):
     def stop(job, folder, screen, **options):
         raise KeyboardInterrupt

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -59,6 +60,12 @@ def run_study(
         Path | None,
         typer.Option(help="The folder of results; runs/NAME by default.", metavar="FOLDER"),
     ] = None,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile the models: faster for runs of many steps on a GPU."
+        ),
+    ] = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what it will cost; run nothing.")
     ] = False,
@@ -132,10 +139,13 @@ def run_study(
         given = {"--data": data, "--size": size, "--output": output, "--shard": shard}
         given["--seeds"] = seeds
         options = [str(x) for pair in given.items() if pair[1] is not None for x in pair]
+        options += ["--compile"] if compiled else []
         if jobs > 1:
             chosen, outcome = _side_by_side(console, chosen, folder, study, options, jobs, wanted)
         else:
-            chosen, outcome = _one_by_one(console, chosen, folder, part, wanted, output is None)
+            chosen, outcome = _one_by_one(
+                console, chosen, folder, part, wanted, share=output is None, compiled=compiled
+            )
     except (ValueError, ModuleNotFoundError) as error:
         _fail(str(error))
     except OSError as error:
@@ -151,8 +161,8 @@ def run_study(
 
 
 def _one_by_one(
-    console: Console, study: Study, folder: Path, part: Shard | None, seeds: list[int] | None,
-    share: bool,
+    console: Console, study: Study, folder: Path, part: Shard | None, seeds: list[int] | None, *,
+    share: bool, compiled: bool,
 ) -> tuple[Study, Outcome]:  # fmt: skip
     """Tune and run the study in this process."""
     from .. import studies
@@ -160,11 +170,13 @@ def _one_by_one(
     said: set[Path] = set()
     stopped: list[bool] = []
 
+    run = partial(studies.run, shard=part, console=console, share=share, compile=compiled)
+
     def attempt(trial: Study, place: Path) -> Outcome:
         if place not in said:
             said.add(place)
             console.print(f"[bold]{escape(trial.title)}[/]")
-        outcome = studies.run(trial, place, shard=part, console=console, share=share)
+        outcome = run(trial, place)
         for job, why in outcome.failed.items():
             console.print(f"[red]failed:[/] {escape(job)}: {escape(why)}", soft_wrap=True)
         stopped.append(outcome.interrupted)
@@ -175,7 +187,7 @@ def _one_by_one(
         why = "stopped" if any(stopped) else "not complete: trials failed, or run elsewhere"
         console.print(f"The tuning is {why}. The same command continues.")
         raise typer.Exit(INTERRUPTED if any(stopped) else FAILED)
-    return tuned, studies.run(tuned, folder, shard=part, seeds=seeds, console=console, share=share)
+    return tuned, run(tuned, folder, seeds=seeds)
 
 
 def _side_by_side(

@@ -62,18 +62,20 @@ def run(
     runner: Runner | None = None,
     console: Console | None = None,
     share: bool = False,
+    compile: bool = False,
 ) -> Outcome:
     """Run the jobs of this shard; the outcome includes earlier results in the folder.
 
     With `share`, results of the same settings in other studies beside this folder are copied, and
-    the run that all jobs start from is taken from there.
+    the run that all jobs start from is taken from there. With `compile`, models are compiled:
+    longer runs take less time, and results are the same but for rounding.
 
     Raises ValueError before anything runs if a setting is wrong, the folder cannot be written, or
     it holds results of another budget; OSError if writing fails later.
     """
     shard = shard or Shard()
     begun = time.monotonic()
-    runner = runner or partial(train, share=share)
+    runner = runner or partial(train, share=share, compile=compile)
     _make(folder)
     ledger = Ledger(folder, shard)
     outcome = Outcome()
@@ -206,17 +208,20 @@ def _make(folder: Path) -> None:
         raise ValueError(f"cannot write to {folder}: {error.strerror or error}") from None
 
 
-def train(job: Job, folder: Path, screen: Screen, *, share: bool = False) -> Result:
+def train(
+    job: Job, folder: Path, screen: Screen, *, share: bool = False, compile: bool = False
+) -> Result:
     """Train a job by `mercer.train`, from its last checkpoint if it has one.
 
-    With `share`, the run that all jobs start from may be that of a study beside this one.
+    With `share`, the run that all jobs start from may be that of a study beside this one; it is
+    never compiled.
     """
     from ..train import Settings
     from ..train import run as run_training
 
     begun = (folder / "config.json").exists()
     # A study shows no sample texts, and does not wait for what learns nothing.
-    chosen = {"samples": False, "give_up": GIVE_UP, **job.chosen}
+    chosen = {"samples": False, "give_up": GIVE_UP, "compile": compile, **job.chosen}
     settings = Settings(**chosen, output=str(folder), resume=begun)
 
     def say(text: str) -> None:

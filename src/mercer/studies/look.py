@@ -51,6 +51,11 @@ def warn_of_mixture(records: Sequence[Record]) -> list[str]:
         versions = {str(r.environment.get("versions", {}).get(name)) for r in records}
         if len(versions - {"None"}) > 1:
             notes.append(f"results come from several versions of {name}: {_join(versions)}")
+    compiled = sum("compiled" in r.environment for r in records)
+    if 0 < compiled < len(records):
+        notes.append(
+            f"{compiled} of {len(records)} results are of compiled models, so do not compare speeds"
+        )
     versions_of: dict[str, Counter[str]] = defaultdict(Counter)
     for r in records:
         if data := r.environment.get("data"):

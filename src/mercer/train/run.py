@@ -124,6 +124,8 @@ def _run(
         task = make(settings)
         if (data := task.fingerprint()) is not None:
             about |= {"data": data}
+        if settings.compile:
+            about |= {"compiled": True}
         # Read before training, so that data without a test split is an error at once.
         test = None
         if settings.split == "test":

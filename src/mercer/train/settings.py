@@ -27,12 +27,12 @@ MODES = ("blocks", "sliding", "memory")
 SPLITS = ("valid", "test")
 SCHEDULES = ("cosine", "inverse-sqrt")
 
-# May differ on resume: they change logging, storage, sharding and rounding, or when a run ends that
-# learns nothing, and not the result.
+# May differ on resume: they change logging, storage, sharding, rounding and the drawing of dropout,
+# or when a run ends that learns nothing, and not the result.
 FREE = (
     "output", "resume", "log_every", "eval_every", "save_every", "keep", "samples", "threads",
     "grown_from", "tensorboard", "accumulate", "workers", "fsdp", "device", "cache", "split",
-    "trust_kernels", "context_parallel", "give_up",
+    "trust_kernels", "context_parallel", "give_up", "compile",
 )  # fmt: skip
 
 WHOLE = (
