@@ -68,6 +68,12 @@ ENCODERS = ("bert", "modernbert")
 READERS = (*DECODERS, *ENCODERS)
 
 
+def checkpoint(model):
+    """Turn gradient checkpointing on; transformers 5.23 has renamed it."""
+    new = getattr(model, "activation_checkpointing_enable", None)
+    (new or model.gradient_checkpointing_enable)()
+
+
 def make(family):
     """A model whose logits are far from uniform, so that an error shows."""
     torch.manual_seed(0)

@@ -7,8 +7,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
 
 import mercer
+from mercer.opaque.constant import is_constant
 
 ROOT = Path(mercer.__file__).parent
 
@@ -118,6 +120,23 @@ def test_the_package_needs_torch_alone():
         "import mercer, torch; x = torch.zeros(1, 1, 2, 2); mercer.smooth(mercer.RBF(), x, x, x)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_compiler_of_torch_is_not_imported():
+    """It takes longer than all of the rest, in every command."""
+    code = "import sys, mercer; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_constant_of_a_graph_has_the_mark_of_torch():
+    def mine():
+        return 1
+
+    def theirs():
+        return 1
+
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(is_constant(mine)) == vars(theirs) != {}
 
 
 def test_the_command_says_what_to_install():

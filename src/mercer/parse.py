@@ -9,7 +9,9 @@ must be in `trust` (`own.py`). `write` is the inverse of `kernel`.
 from __future__ import annotations
 
 import ast
+import inspect
 import operator
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -249,10 +251,17 @@ class _Reader:
                 return build(*args, **named)
             except Exception as error:
                 raise self._wrong(node, f"cannot be built: {own.describe(error)}") from error
+        known = inspect.signature(names[name]).parameters
+        open_ended = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in known.values())
+        for argument in () if open_ended else named:
+            if argument not in known:
+                has = suggest(argument, known) if known else "it takes none"
+                raise self._wrong(node, f"has no argument {argument!r}; {has}")
         try:
             return names[name](*args, **named)
         except (TypeError, RuntimeError, ArithmeticError) as error:
-            reason = str(error).replace("__init__()", name).removeprefix(f"{name}.")
+            # The method may be that of a class above.
+            reason = re.sub(r"\b(\w+\.)?__init__\(\)", name, str(error))
             raise self._wrong(node, f"has wrong arguments: {reason}") from None
 
     def _argument(self, node: ast.expr, inner: Names) -> Any:

@@ -1,5 +1,6 @@
 """`mercer inspect`: tables, JSON and pages of small runs, and what it refuses."""
 
+import errno
 import json
 import lzma
 import re
@@ -203,6 +204,16 @@ def test_bad_input_is_one_sentence(invoke, name):
     (line,) = [line for line in done.output.splitlines() if line.strip()]
     assert line.startswith("error:")
     assert sentence in line
+
+
+def test_a_page_that_cannot_be_written_is_named(invoke, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", ".page.html.x.tmp")
+
+    monkeypatch.setattr("mercer.inspect.write_page", full)
+    done = invoke("rbf", "--output", "page.html", columns=300)
+    assert done.exit_code == 1, done.output
+    assert "error: cannot write page.html: No space left on device\n" in done.output
 
 
 def test_a_text_may_be_packed_and_a_damaged_one_is_refused(invoke, tmp_path):

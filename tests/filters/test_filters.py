@@ -203,3 +203,23 @@ def test_a_users_filter_named_like_ours_changes_nothing_of_ours():
     assert torch.equal(before, after)
     theirs = mc.smooth(mc.RBF(), q, q, q, filter=Causal(), backend="chunked")
     assert (theirs - mc.smooth(mc.RBF(), q, q, q, backend="chunked")).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        mc.Causal(),
+        mc.Causal() & mc.Window(3, 0) | mc.Fixed(stride=4),
+        mc.Causal() & mc.Padding(torch.tensor([3])),
+    ],
+    ids=str,
+)
+def test_a_compiled_call_may_write_a_filter(filter):
+    """Why a backend does not run is a text with the filter in it."""
+
+    def length(x):
+        return x + len(f"{filter!r}")
+
+    torch.compiler.reset()
+    compiled = torch.compile(length, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())) > 0

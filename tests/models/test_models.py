@@ -2,6 +2,7 @@
 
 import warnings
 
+import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -302,7 +303,7 @@ def test_gradient_checkpointing_changes_nothing(case):
     model(ids, labels=ids).loss.backward()
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    model.gradient_checkpointing_enable()
+    hf_models.checkpoint(model)
     model(ids, labels=ids).loss.backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
     with pytest.raises(ValueError, match="runs a block twice"):

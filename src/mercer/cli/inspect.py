@@ -140,7 +140,11 @@ def run_inspect(
             apart = inspect.distances_between(found) if compare else None
             if output is not None:
                 say("the page")
-                inspect.write_page(found, output, apart)
+                try:
+                    inspect.write_page(found, output, apart)
+                except OSError as error:
+                    # Its own text names a temporary file.
+                    raise OSError(f"cannot write {output}: {error.strerror or error}") from error
         if as_json:
             values: Any = [report.as_dict() for report in found]
             if apart is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Task
+from ..opaque.constant import is_constant
 from ..term.layout import accumulator
 from ..term.links import Power
 from ..term.term import Term
@@ -101,7 +102,7 @@ def family(device: torch.device) -> str:
     return _family_of_gpu(-1 if device.index is None else device.index)
 
 
-@torch.compiler.assume_constant_result
+@is_constant
 def _family_of_gpu(index: int) -> str:
     return _family_of_capability(index)
 

@@ -122,7 +122,9 @@ class Padding(Tabled):
         return True
 
     def __repr__(self) -> str:
-        return f"Padding({self.lengths.tolist()})"
+        # To read them from a GPU would wait for it, and a compiled graph cannot.
+        readable = self.lengths.is_cpu and can_read(self.lengths)
+        return f"Padding({self.lengths.tolist() if readable else list(self.lengths.shape)})"
 
 
 @dataclass(frozen=True, eq=False)

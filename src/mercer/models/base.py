@@ -229,6 +229,11 @@ class KernelModel(PreTrainedModel):
         return {name: x for name, x in super().__getstate__().items() if name != "read_out"}
 
     @property
+    def runs_blocks_twice(self) -> bool:
+        """Whether blocks are checkpointed; transformers 5.23 has renamed its own property."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+
+    @property
     def most_places(self) -> int | None:
         """The longest sequence the positions allow, None for any."""
         if not hasattr(self, "_most_places"):

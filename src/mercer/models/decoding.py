@@ -72,7 +72,7 @@ class Decoding(GenerationMixin):
         if use_cache is None:
             use_cache = self.config.use_cache and labels is None and not self.training
         # A checkpointed block runs twice, and would append its keys twice.
-        if not use_cache or (self.training and self.is_gradient_checkpointing):
+        if not use_cache or (self.training and self.runs_blocks_twice):
             return None
         return self.new_cache()
 

@@ -270,7 +270,7 @@ class KernelLM(KernelModel, Decoding, GenerationMixin):
             raise ValueError(
                 "a memory needs segments without padding, but an attention_mask was given"
             )
-        if self.training and self.is_gradient_checkpointing:
+        if self.training and self.runs_blocks_twice:
             raise ValueError(
                 "gradient checkpointing runs a block twice, which would update a memory twice"
             )

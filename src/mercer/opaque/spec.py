@@ -32,6 +32,15 @@ class Spec:
             name += "_"
         cls.spec_name = name
         Spec.registry[name] = cls
+        if "__repr__" not in cls.__dict__:
+            # That of dataclasses asks for the thread, which torch.compile cannot trace. Texts such
+            # as why a backend does not run are part of a compiled call.
+            cls.__repr__ = Spec.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        shown = [f for f in fields(self) if f.repr]  # type: ignore[arg-type]
+        given = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
+        return f"{type(self).__qualname__}({given})"
 
     def encode(self, tensors: list[Tensor]) -> str:
         """`Name(field=value, …)`; tensors are appended to the list and written as t0, t1, …"""

@@ -155,7 +155,7 @@ def test_gradients_also_with_checkpointing(family):
             for module in model.modules():
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
-    patched.gradient_checkpointing_enable()
+    hf_models.checkpoint(patched)
     came(**given).loss.backward()
     patched(**given).loss.backward()
     for (name, x), y in zip(came.named_parameters(), patched.parameters(), strict=True):

@@ -10,7 +10,12 @@ import mercer as mc
 from mercer.integrations import hf
 
 peft = pytest.importorskip("peft", reason="needs peft")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::UserWarning",
+    # peft 0.21 asks by the name that transformers had before 5.23
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+)
 NEW = ["mercer", "mercer_tokens"]
 
 

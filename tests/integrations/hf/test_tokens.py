@@ -123,7 +123,7 @@ def test_gradients_with_checkpointing_are_those_without():
     for checkpointing in (False, True):
         model = with_tokens().train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            hf_models.checkpoint(model)
         ids = hf_models.inputs("llama")["input_ids"]
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         grads.append(tokens_of(model).weight.grad)

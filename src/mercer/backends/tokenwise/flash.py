@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...opaque.constant import is_constant
 from .plain import Call
 
 # Of torch.nn.attention.SDPBackend.
@@ -27,7 +28,7 @@ def choice(q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | None:
     return chosen if chosen in (FLASH, CUDNN) else None
 
 
-@torch.compiler.assume_constant_result
+@is_constant
 def is_on(device: torch.device) -> bool:
     """Whether flash attention is certain to run in a compiled graph, where `choice` cannot be used."""
     if device.type == "cpu":

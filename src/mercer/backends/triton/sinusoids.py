@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...opaque.constant import is_constant
 from ...term.learned import derives, needs_gradient
 from ...term.sinusoids import SinusoidFactor, turned, waves_of_queries
 from ...term.term import Term
@@ -38,7 +39,7 @@ def with_table(task: Task, max_width: int) -> Task:
     return replace(task, term=term)
 
 
-@torch.compiler.assume_constant_result
+@is_constant
 def _max_scores(device: torch.device) -> int:
     """Scores and their gradients, two bytes each, may take a quarter of the device's memory."""
     if device.type != "cuda":

@@ -104,6 +104,10 @@ def _parts(function: Callable[..., Any]) -> list[Filter] | None:
             return [Window(held["sliding_window"], held["sliding_window"])]
         case "packed_sequence_mask_function":
             return [Documents(held["packed_sequence_mask"])]
+        case "remap_positions_for_packed_sequence":
+            # From transformers 5.23. Places count from the start of each sequence of a packed row,
+            # beside the mask of its sequences. The filters above ask only how far i is from j.
+            return _parts(held["mask_function"])
     return None
 
 
