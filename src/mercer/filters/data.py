@@ -124,7 +124,7 @@ class Padding(Tabled):
     def __repr__(self) -> str:
         # To read them from a GPU would wait for it, and a compiled graph cannot.
         readable = self.lengths.is_cpu and can_read(self.lengths)
-        return f"Padding({self.lengths.tolist() if readable else list(self.lengths.shape)})"
+        return f"Padding({self.lengths.tolist() if readable else f'{len(self.lengths)} lengths'})"
 
 
 @dataclass(frozen=True, eq=False)
