@@ -32,7 +32,8 @@ class ALiBi(Positional):
 
     def __init__(self, slopes: Sequence[float] | Tensor) -> None:
         super().__init__()
-        if not isinstance(slopes, Tensor | Sequence) or isinstance(slopes, str):
+        given: object = slopes
+        if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
             raise ValueError(
                 "slopes must be a list of numbers, one per head, such as [0.5, 0.25], "
                 f"got {slopes!r}"
