@@ -13,16 +13,7 @@ logarithms are to the base 2.
 import triton
 import triton.language as tl
 
-from .bands import (
-    BLOCKS,
-    PAIRS,
-    _band_at,
-    _band_block,
-    _band_start,
-    _empty_span,
-    _form,
-    _of_keys,
-)
+from .bands import BLOCKS, PAIRS, _band_at, _band_block, _band_start, _empty_span, _form, _of_keys
 from .primitives import (
     LN2,
     LOG2E,

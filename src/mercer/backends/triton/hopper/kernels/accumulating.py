@@ -16,14 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...kernels.gradients import _counted
 from ...kernels.primitives import COLUMNS, _finite
 from .dq_fixed_point import _blocks, _bound, _fixed, _reference_within
-from .primitives import (
-    BLOCK,
-    OWN,
-    _along,
-    _skip,
-    add,
-    barrier,
-)
+from .primitives import BLOCK, OWN, _along, _skip, add, barrier
 from .tickets import _hear
 
 # Buffers: blocks of pairs from each multiplying group to this one, and blocks of sums on the way to
