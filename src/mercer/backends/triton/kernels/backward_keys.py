@@ -257,25 +257,18 @@ def backward_keys(
         sure_start = stop
         sure_stop = stop
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA, TOKENS)
+    beyond = sure_start
+    if TABLE.clip >= 0 and _strict(FILTER, TABLE.clip):
+        beyond = sure_stop
+    elif TABLE.clip >= 0:
+        beyond = (high + TABLE.clip - place + BM - 1) // BM * BM
+        beyond = tl.minimum(tl.maximum(beyond, sure_start), sure_stop)
+    # The spans: masked, within the table's reach, beyond it, masked.
+    bounds = (start, sure_start, beyond, sure_stop, stop)
     for span in tl.static_range(4):
-        # The spans: masked, within the table's reach, beyond it, masked.
-        beyond = sure_start
-        if TABLE.clip >= 0 and _strict(FILTER, TABLE.clip):
-            beyond = sure_stop
-        elif TABLE.clip >= 0:
-            beyond = (high + TABLE.clip - place + BM - 1) // BM * BM
-            beyond = tl.minimum(tl.maximum(beyond, sure_start), sure_stop)
-        if span == 0:
-            first_query, last_query = start, sure_start
-        elif span == 1:
-            first_query, last_query = sure_start, beyond
-        elif span == 2:
-            first_query, last_query = beyond, sure_stop
-        else:
-            first_query, last_query = sure_stop, stop
         if ((SIMPLE and EVEN) or span == 0) and not _empty_span(span, 1, 2, FILTER, TABLE.clip):
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
-                dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
+                dk0, dk1, dv_, dc0, dc1, bounds[span], bounds[span + 1], k0, k1, v, c0, c1, head0, head1,
                 _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and SLOT1.width > 0),
                 grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, DBAND, LENGTHS, IDS, line, j, low, b, bh,
                 first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt,

@@ -265,22 +265,15 @@ def forward(
         start, stop, sure_start, sure_stop, tl.program_id(2), tl.num_programs(2), num_keys, BN, SPLIT,
         SIMPLE,
     )  # fmt: skip
+    near = sure_stop
+    if TABLE.clip >= 0:
+        near = tl.maximum(tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start)
+    # The spans: masked, beyond the table's reach, within it, masked.
+    bounds = (start, sure_start, near, sure_stop, stop)
     for span in tl.static_range(4):
-        # The spans: masked, beyond the table's reach, within it, masked.
-        near = sure_stop
-        if TABLE.clip >= 0:
-            near = tl.maximum(tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start)
-        if span == 0:
-            first_key, last_key = start, sure_start
-        elif span == 1:
-            first_key, last_key = sure_start, near
-        elif span == 2:
-            first_key, last_key = near, sure_stop
-        else:
-            first_key, last_key = sure_stop, stop
         if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
             acc, mass, peak = _forward_span(
-                acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
+                acc, mass, peak, bounds[span], bounds[span + 1], q0, q1, scale0, scale1, row0, row1,
                 far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
                 i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
                 skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,

@@ -231,17 +231,12 @@ def _multiply(
             )  # fmt: skip
         elif not STORE:
             _skip(0, begin, done, full, empty, STAGES)
+        # Three ranges: masked, fully visible, masked.
+        bounds = (begin, sure_start, sure_stop, end)
         for span in gl.static_range(3):
-            # Three ranges: masked, fully visible, masked.
-            if span == 0:
-                left, right = begin, sure_start
-            elif span == 1:
-                left, right = sure_start, sure_stop
-            else:
-                left, right = sure_stop, end
             if WHOLE or span == 0:
                 dk0, dk1, dv, dcs = _span(
-                    left, right, done, dk0, dk1, dv, dcs, a, a1, w, c, factor, j, start, b, place, first,
+                    bounds[span], bounds[span + 1], done, dk0, dk1, dv, dcs, a, a1, w, c, factor, j, start, b, place, first,
                     LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
                     biases, own, h, part, first_key, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
                     STORE, SUMMED, BANDED, SCORES, SUMS0, SUMS1, SUMSV, SIDES,
