@@ -56,25 +56,26 @@ def _read(acc, x, column, t, tx, state, width, SLOPES: tl.constexpr, D: tl.const
 
 
 @triton.jit
-def _put(OUT, line, x, inside, width, W: tl.constexpr):
-    """Store rows [T, W] of an output [lines, width]."""
-    e = tl.arange(0, W)
-    at = OUT + line[:, None] * width + e[None, :]
-    tl.store(at, x.to(OUT.dtype.element_ty), mask=inside[:, None] & (e[None, :] < width))
+def _put(OUT, line, e, x, inside, width):
+    """Store rows [T, E] of an output [lines, width]."""
+    mask = inside[:, None] & (e[None, :] < width)
+    tl.store(OUT + line[:, None] * width + e[None, :], x.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _near(acc, mass, q, k, values, start, stop, place, tk, D: tl.constexpr, V: tl.constexpr,
           MASK: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """The keys from start to stop, whose weights are formed."""
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
     for first in tl.range(start, stop, BN):
         j = first + tl.arange(0, BN)
-        s = _dot(q, _columns(k, j, tk, D, KIND), KIND)
+        s = _dot(q, _columns(k, d, j, tk, KIND), KIND)
         if MASK:
             s = tl.where(j[None, :] <= place[:, None], s, 0.0)
         w = s * s
         mass += tl.sum(w, 1)
-        x = _columns(values, j, tk, V, KIND)
+        x = _columns(values, v, j, tk, KIND)
         acc = _more(_operand(w, KIND), tl.trans(x), acc, KIND)
     return acc, mass
 
@@ -90,9 +91,11 @@ def forward(
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = first_head * group + tl.program_id(1)
     k_head, v_head = _heads_of(bh // group, heads, k_heads, v_heads)
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
     t = block * BM + tl.arange(0, BM)
     column = QT + bh.to(tl.int64) * (tq * D)
-    q = _rows(column, t, tq, D, KIND)
+    q = _rows(column, d, t, tq, KIND)
     acc = tl.zeros((BM, V), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
     n = (origin + block * BM) // chunk
@@ -114,7 +117,7 @@ def forward(
             acc = _read(acc, q, column, t, tq, state, width, False, D, V, KIND, PAIR, STAGES)
             z = _masses(Z + slot * (D * D), width, D)
             far = tl.sum(_exact(q, z, KIND) * q.to(tl.float32), 1)
-            acc += far[:, None] * tl.load(MU + slot * V + tl.arange(0, V))[None, :]
+            acc += far[:, None] * tl.load(MU + slot * V + v)[None, :]
             mass += far
     i = t - offset
     inside = (i >= 0) & (i < num_queries)
@@ -131,7 +134,8 @@ def forward(
     nan = float("nan")
     tl.store(LOG + line, tl.where(spoiled, nan, log), mask=inside)
     tl.store(MASS + line, tl.where(spoiled, nan, tl.where(alive, mass, 0.0)), mask=inside)
-    _put(OUT, line, tl.where(spoiled[:, None], nan, out), inside, dv, V)
+    out = tl.where(spoiled[:, None], nan, out).to(OUT.dtype.element_ty)
+    _put(OUT, line, v, out, inside, dv)
 
 
 @triton.jit
@@ -140,13 +144,15 @@ def _near_queries(
     MASK: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """sum_j s_ij (<dO_i, v_j> + shift_i) k_j and sum_j s_ij k_j."""
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
     for first in tl.range(start, stop, BN):
         j = first + tl.arange(0, BN)
-        kt = _columns(k, j, tk, D, KIND)
+        kt = _columns(k, d, j, tk, KIND)
         s = _dot(q, kt, KIND)
         if MASK:
             s = tl.where(j[None, :] <= place[:, None], s, 0.0)
-        dp = _dot(g, _columns(values, j, tk, V, KIND), KIND) + shift[:, None]
+        dp = _dot(g, _columns(values, v, j, tk, KIND), KIND) + shift[:, None]
         acc = _more(_operand(s * dp, KIND), tl.trans(kt), acc, KIND)
         whole = _more(_operand(s, KIND), tl.trans(kt), whole, KIND)
     return acc, whole
@@ -167,11 +173,13 @@ def backward_queries(
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = first_head * group + tl.program_id(1)
     k_head, v_head = _heads_of(bh // group, heads, k_heads, v_heads)
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
     t = block * BM + tl.arange(0, BM)
     column = QT + bh.to(tl.int64) * (tq * D)
     row = bh.to(tl.int64) * tq + t
-    q = _rows(column, t, tq, D, KIND)
-    g = _rows(GRAD + bh.to(tl.int64) * (tq * V), t, tq, V, KIND)
+    q = _rows(column, d, t, tq, KIND)
+    g = _rows(GRAD + bh.to(tl.int64) * (tq * V), v, t, tq, KIND)
     shift = tl.load(SHIFT + row)
     acc = tl.zeros((BM, D), tl.float32)
     whole = tl.zeros((BM, D), tl.float32)
@@ -197,7 +205,7 @@ def backward_queries(
             acc = _read(acc, g, column, t, tq, state, width, True, D, V, KIND, PAIR, STAGES)
             z = _masses(Z + slot * (D * D), width, D)
             far = _exact(q, z, KIND)
-            mu = tl.load(MU + slot * V + tl.arange(0, V))
+            mu = tl.load(MU + slot * V + v)
             acc += (shift + tl.sum(g.to(tl.float32) * mu[None, :], 1))[:, None] * far
             whole += far
     i = t - offset
@@ -210,7 +218,7 @@ def backward_queries(
     size = tl.load(SIZE + row)
     scale = tl.where(rate > 0.0, 2.0 * rate / size, 0.0)
     dq = tl.where(rate[:, None] > 0.0, (acc + off[:, None] * whole) * scale[:, None], 0.0)
-    _put(DQ, line, dq, inside, width, D)
+    _put(DQ, line, d, dq, inside, width)
 
 
 @triton.jit
@@ -219,14 +227,16 @@ def _near_keys(
     D: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The queries from start to stop, counted as in their copies."""
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
     for first in tl.range(start, stop, BN):
         t = first + tl.arange(0, BN)
-        qt = _columns(columns, t, tq, D, KIND)
+        qt = _columns(columns, d, t, tq, KIND)
         s = _dot(kx, qt, KIND)
         if MASK:
             s = tl.where(place[:, None] <= origin + t[None, :], s, 0.0)
         r = tl.load(rate + t)
-        g = _columns(grad, t, tq, V, KIND)
+        g = _columns(grad, v, t, tq, KIND)
         dv = _more(_operand(s * s * r[None, :], KIND), tl.trans(g), dv, KIND)
         dp = _dot(vx, g, KIND) + tl.load(shift + t)[None, :]
         dk = _more(_operand(s * dp * r[None, :], KIND), tl.trans(qt), dk, KIND)
@@ -243,12 +253,14 @@ def backward_keys(
     """dk and dv of one block of keys, from the states of the queries after it."""
     block = tl.program_id(0)
     bj = first_head + tl.program_id(1)
-    place = block * BM + tl.arange(0, BM)
     k_head, v_head = _heads_of(bj, heads, k_heads, v_heads)
+    d = tl.arange(0, D)
+    v = tl.arange(0, V)
+    place = block * BM + tl.arange(0, BM)
     column = KT + k_head * (tk * D)
-    kx = _rows(column, place, tk, D, KIND)
+    kx = _rows(column, d, place, tk, KIND)
     values = VALUES + v_head * (tk * V)
-    vx = _rows(values, place, tk, V, KIND)
+    vx = _rows(values, v, place, tk, KIND)
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, V), tl.float32)
     n = block * BM // chunk
@@ -280,5 +292,5 @@ def backward_keys(
             dk += _exact(kx, z, KIND)
     inside = place < num_keys
     line = bj.to(tl.int64) * num_keys + place
-    _put(DK, line, 2.0 * dk, inside, width, D)
-    _put(DV, line, dv, inside, width_v, V)
+    _put(DK, line, d, 2.0 * dk, inside, width)
+    _put(DV, line, v, dv, inside, width_v)

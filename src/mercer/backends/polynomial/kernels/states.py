@@ -49,15 +49,15 @@ def _wide(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _columns(base, t, stride, W: tl.constexpr, KIND: tl.constexpr):
-    """Places t of a padded copy, [W, T], as an operand."""
-    return _wide(tl.load(base + tl.arange(0, W)[:, None] * stride + t[None, :]), KIND)
+def _columns(base, e, t, stride, KIND: tl.constexpr):
+    """Features e at places t of a padded copy, [E, T], as an operand."""
+    return _wide(tl.load(base + e[:, None] * stride + t[None, :]), KIND)
 
 
 @triton.jit
-def _rows(base, t, stride, W: tl.constexpr, KIND: tl.constexpr):
-    """The same, [T, W]."""
-    return _wide(tl.trans(tl.load(base + tl.arange(0, W)[:, None] * stride + t[None, :])), KIND)
+def _rows(base, e, t, stride, KIND: tl.constexpr):
+    """The same, [T, E]."""
+    return _wide(tl.trans(tl.load(base + e[:, None] * stride + t[None, :])), KIND)
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def _build(
         for first in tl.range(start, stop, BT):
             t = first + tl.arange(0, BT)
             y = tl.load(yt + g * y_head + v[:, None] * tx + t[None, :])
-            x = _rows(xt + g * x_head, t, tx, D, KIND)
+            x = _rows(xt + g * x_head, b, t, tx, KIND)
             xa = tl.load(xt + g * x_head + own[:, None] * tx + t[None, :])
             if KIND == "bf16":
                 left = xa[:, None, :] * y[None, :, :]
@@ -232,23 +232,24 @@ def build(
     n = first_chunk + tl.program_id(1)
     low = tl.program_id(2)
     bj = first_head + low
+    b, j = (bj // heads).to(tl.int64), bj % heads
     # Of queries there are `group` heads for each; keys and values may be shared by several.
-    x_head, y_head = _heads_of(bj, heads, x_heads, y_heads)
-    x, y = XT + x_head * (tx * D), Y + y_head * (tx * V)
+    x_head = (b * x_heads + j * x_heads // heads) * (tx * D)
+    y_head = (b * y_heads + j * y_heads // heads) * (tx * V)
     line = bj.to(tl.int64) * group * tx
     start = n * chunk - origin
     slot = low.to(tl.int64) * chunks + n
     if part * G >= width:
         if part == tl.num_programs(0) - 1:
             _build_mass(
-                x, y, RATE + line, SHIFT + line, MASSES + slot * (D * D), MEANS + slot * V,
-                TRACES + slot, start, start + chunk, tx, group, tx * D, tx * V, D, V, RATED, KIND,
-                BT, SETTLE,
+                XT + x_head, Y + y_head, RATE + line, SHIFT + line, MASSES + slot * (D * D),
+                MEANS + slot * V, TRACES + slot, start, start + chunk, tx, group, tx * D, tx * V,
+                D, V, RATED, KIND, BT, SETTLE,
             )  # fmt: skip
     else:
         _build(
-            x, y, SUMS + slot * (D * D * V), part * G, start, start + chunk, tx, group, tx * D,
-            tx * V, D, V, G, KIND, BT, SETTLE,
+            XT + x_head, Y + y_head, SUMS + slot * (D * D * V), part * G, start, start + chunk, tx,
+            group, tx * D, tx * V, D, V, G, KIND, BT, SETTLE,
         )  # fmt: skip
 
 

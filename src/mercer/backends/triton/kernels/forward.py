@@ -265,12 +265,12 @@ def forward(
         start, stop, sure_start, sure_stop, tl.program_id(2), tl.num_programs(2), num_keys, BN, SPLIT,
         SIMPLE,
     )  # fmt: skip
-    near = sure_stop
-    if TABLE.clip >= 0:
-        near = tl.maximum(tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start)
-    # The spans: masked, beyond the table's reach, within it, masked.
-    bounds = (start, sure_start, near, sure_stop, stop)
     for span in tl.static_range(4):
+        # The spans: masked, beyond the table's reach, within it, masked.
+        near = sure_stop
+        if TABLE.clip >= 0:
+            near = tl.maximum(tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start)
+        bounds = (start, sure_start, near, sure_stop, stop)
         if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
             acc, mass, peak = _forward_span(
                 acc, mass, peak, bounds[span], bounds[span + 1], q0, q1, scale0, scale1, row0, row1,
