@@ -212,11 +212,9 @@ def backward_keys(
     c1 = tl.zeros((BN,), tl.float32)
     if SLOT0.col:
         c0 = tl.load(C0 + b * scb0 + (h // gc0) * sch0 + j, mask=j < num_keys, other=0.0)
-    head0 = (
-        _scale(S0, number0, ss0, h, line, j, j < num_keys, SLOT0.mode, SLOT0.log)
-        if SLOT0.mode < 2
-        else 1.0
-    )
+    head0 = 1.0
+    if SLOT0.mode < 2:
+        head0 = _scale(S0, number0, ss0, h, line, j, j < num_keys, SLOT0.mode, SLOT0.log)
     head1 = head0
     k1 = k0
     dk1 = tl.zeros((BN, 16), tl.float32)
@@ -225,11 +223,9 @@ def backward_keys(
         if HELD & 4:
             k1 = _held(k1, SLOT1.width, PRECISION)
         dk1 = tl.zeros((BN, SLOT1.width), tl.float32)
-        head1 = (
-            _scale(S1, number1, ss1, h, line, j, j < num_keys, SLOT1.mode, SLOT1.log)
-            if SLOT1.mode < 2
-            else 1.0
-        )
+        head1 = 1.0
+        if SLOT1.mode < 2:
+            head1 = _scale(S1, number1, ss1, h, line, j, j < num_keys, SLOT1.mode, SLOT1.log)
         if SLOT1.col:
             c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
     band = BAND

@@ -38,18 +38,9 @@ def _give(found, step, own, pairs, given, taken):
 
 @gluon.jit
 def _give_none(
-    begin,
-    end,
-    done,
-    full,
-    empty,
-    own,
-    pairs,
-    given,
-    taken,
-    STAGES: gl.constexpr,
+    begin, end, done, full, empty, own, pairs, given, taken, STAGES: gl.constexpr,
     SCORES: gl.constexpr,
-):
+):  # fmt: skip
     """Signal that there are no pairs: these blocks of queries see none of the group's keys."""
     for step in range(begin, end):
         _skip(step, step + 1, done, full, empty, STAGES)

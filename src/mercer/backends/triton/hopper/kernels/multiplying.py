@@ -85,19 +85,11 @@ def _span(
         exact = u
         u = u.to(DTYPE)
         if PART != 2:
-            dk0 = warpgroup_mma(
-                gl.convert_layout(u, gl.DotOperandLayout(0, SUMS0, 2)),
-                q0s.index(s),
-                warpgroup_mma_init(dk0),
-                is_async=True,
-            )
+            left = gl.convert_layout(u, gl.DotOperandLayout(0, SUMS0, 2))
+            dk0 = warpgroup_mma(left, q0s.index(s), warpgroup_mma_init(dk0), is_async=True)
         if E1 > 0 and PART != 1:
-            dk1 = warpgroup_mma(
-                gl.convert_layout(u, gl.DotOperandLayout(0, SUMS1, 2)),
-                q1s.index(s),
-                warpgroup_mma_init(dk1),
-                is_async=True,
-            )
+            left = gl.convert_layout(u, gl.DotOperandLayout(0, SUMS1, 2))
+            dk1 = warpgroup_mma(left, q1s.index(s), warpgroup_mma_init(dk1), is_async=True)
         if DCOL0 and PART != 2:
             dc += _within(exact)
         if SUMMED:
@@ -226,9 +218,7 @@ def _multiply(
                 barrier()
                 mbarrier.arrive(free.index(2 - at + 2 * own), count=1)
         if SUMMED:
-            _give_none(
-                0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
-            )  # fmt: skip
+            _give_none(0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES)
         elif not STORE:
             _skip(0, begin, done, full, empty, STAGES)
         # Three ranges: masked, fully visible, masked.
@@ -242,9 +232,7 @@ def _multiply(
                     STORE, SUMMED, BANDED, SCORES, SUMS0, SUMS1, SUMSV, SIDES,
                 )  # fmt: skip
         if SUMMED:
-            _give_none(
-                end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
-            )  # fmt: skip
+            _give_none(end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES)
         elif not STORE:
             _skip(end, steps, done, full, empty, STAGES)
         _, low, _, b, h, _, steps = _heard(turn, tickets)
