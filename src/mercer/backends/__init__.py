@@ -41,6 +41,16 @@ class Backend(Protocol):
         """Results to mix: one for each term, or one for several terms."""
 
 
+def one_kind(device: torch.device) -> str:
+    """The `kernels` of a backend that has one kind of them."""
+    return ""
+
+
+def spreads_nan(tasks: Sequence[Task]) -> bool:
+    """The `keeps_nan` of a backend that spreads NaN."""
+    return False
+
+
 @dataclass(kw_only=True, eq=False)
 class Task:
     """One term to run: what every backend is given."""

@@ -19,10 +19,11 @@ from ..opaque.operators import fake, learns, operator
 from ..term.layout import accumulator, as_column, join, pad_features, repeat
 from ..term.mix import Smoothed
 from ..term.term import Term
-from . import Task
+from . import Task, one_kind, spreads_nan
 
 name = "sdpa"
 dense_mask = True
+kernels, keeps_nan = one_kind, spreads_nan
 # Which parts of a and b to multiply for a product of three times the dtype's precision.
 PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
 # float16 ends at LARGEST; shifted by this, squared norms up to 3e7 fit.
@@ -132,16 +133,6 @@ def memory(task: Task) -> int:
     width = 0 if plain else _width(task.term, task.v)
     lifted = task.batch * task.heads * width * (task.num_queries + 2 * task.num_keys) * size
     return lifted + task.mask_elements * (1 + size)
-
-
-def kernels(device: torch.device) -> str:
-    """It has one kind of kernels."""
-    return ""
-
-
-def keeps_nan(tasks: Sequence[Task]) -> bool:
-    """It spreads NaN, so it gets cleaned inputs."""
-    return False
 
 
 def run(tasks: Sequence[Task]) -> list[Smoothed]:

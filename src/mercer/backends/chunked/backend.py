@@ -18,11 +18,12 @@ from ...opaque.operators import fake, learns, operator
 from ...opaque.spec import decode
 from ...term.layout import accumulator, repeat
 from ...term.mix import Smoothed
-from .. import Task
+from .. import Task, one_kind, spreads_nan
 from .blocks import Blocks, block_side, keys_of_block
 
 name = "chunked"
 dense_mask = False
+kernels, keeps_nan = one_kind, spreads_nan
 
 
 def refuses(task: Task) -> str | None:
@@ -39,16 +40,6 @@ def memory(task: Task) -> int:
     block = min(side, task.num_queries) * keys
     tokens = task.num_queries + task.num_keys
     return wide * task.batch * task.heads * (tokens * widths + 6 * block)
-
-
-def kernels(device: torch.device) -> str:
-    """It has one kind of kernels."""
-    return ""
-
-
-def keeps_nan(tasks: Sequence[Task]) -> bool:
-    """It spreads NaN, so it gets cleaned inputs."""
-    return False
 
 
 def run(tasks: Sequence[Task]) -> list[Smoothed]:
@@ -74,23 +65,13 @@ def _run(task: Task) -> Smoothed:
         part.q.new_empty(0) if part.row is None else repeat(part.row, batch, heads)
         for part in lifted
     ]
+    q = [repeat(part.q, batch, heads) for part in lifted]
+    k = [repeat(part.k, batch, heads) for part in lifted]
+    text = f"({', '.join(links)},)" if links else "()"
     out, mass, sign = smooth_blocks(
-        [repeat(part.q, batch, heads) for part in lifted],
-        [repeat(part.k, batch, heads) for part in lifted],
-        rows,
-        repeat(task.v, batch, heads),
-        table,
-        task.seed,
-        tensors,
-        f"({', '.join(links)},)" if links else "()",
-        rule,
-        task.dropout_p,
-        task.num_queries,
-        task.bad_queries,
-        task.bad_keys,
-        shift,
-        places,
-    )
+        q, k, rows, repeat(task.v, batch, heads), table, task.seed, tensors, text, rule,
+        task.dropout_p, task.num_queries, task.bad_queries, task.bad_keys, shift, places,
+    )  # fmt: skip
     return Smoothed(out.to(task.v.dtype), mass, sign if term.signed else None)
 
 

@@ -17,12 +17,13 @@ from ...term.layout import pad_features, repeat
 from ...term.links import Matern12, Matern32, Matern52, Power, Rational
 from ...term.mix import Smoothed
 from ...term.term import Term
-from .. import Task
+from .. import Task, one_kind, spreads_nan
 from . import compiled
 from .lower import MIN_WIDTH, lower
 
 name = "flex"
 dense_mask = False
+kernels, keeps_nan = one_kind, spreads_nan
 LINKS = (Power, Rational, Matern12, Matern32, Matern52)
 MAX_WIDTH = 256
 # Rows of the mask that are formed at a time to find queries that see a key that is not finite.
@@ -49,16 +50,6 @@ def memory(task: Task) -> int:
     blocks = math.ceil(task.num_queries / 128) * math.ceil(task.num_keys / 128)
     features = tokens * width * task.v.dtype.itemsize
     return task.batch * task.heads * (features + 4 * captured) + 16 * blocks * task.batch
-
-
-def kernels(device: torch.device) -> str:
-    """It has one kind of kernels."""
-    return ""
-
-
-def keeps_nan(tasks: Sequence[Task]) -> bool:
-    """It spreads NaN, so it gets cleaned inputs."""
-    return False
 
 
 def run(tasks: Sequence[Task]) -> list[Smoothed]:

@@ -27,13 +27,14 @@ from ...opaque.operators import fake, learns, operator
 from ...term.layout import accumulator, repeat
 from ...term.links import Power
 from ...term.mix import Smoothed
-from .. import Task
+from .. import Task, one_kind
 from . import plan
 from .chunked_sums import Walk, absorb, features, slices, workspace
 from .fused import smooth_squares
 
 name = "linear"
 dense_mask = False
+kernels = one_kind
 
 
 def refuses(task: Task) -> str | None:
@@ -78,11 +79,6 @@ def fused(task: Task) -> bool:
     sizes = (task.batch, task.num_queries, task.num_keys)
     dim = task.term.factors[0].width
     return min(sizes) > 0 and plan.runs(task.device, task.v.dtype, dim, task.v.shape[-1])
-
-
-def kernels(device: torch.device) -> str:
-    """It has one kind of kernels."""
-    return ""
 
 
 def keeps_nan(tasks: Sequence[Task]) -> bool:

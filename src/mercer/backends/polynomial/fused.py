@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ...opaque.operators import fake, learns, operator
+from ..triton.layout import readable_rows
+from ..triton.reductions import reduced
 from .plan import Plan, plan_of, round_up
 
 
@@ -44,7 +46,7 @@ class _Copies:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from .kernels import states
 
-        x = x if x.stride(-1) == 1 else x.contiguous()
+        x = readable_rows(x)
         rows = self.plan.batch * x.shape[1]
         size = min(64, self.plan.chunk)
         copy = x.new_empty(rows, width, padded)
@@ -197,7 +199,7 @@ def smooth_squares_backward(
 
     plan = plan_of(q, k, v, causal)
     copies = _Copies(plan, q, k, v, lengths)
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    grad = readable_rows(grad)
     grad_log, out, mass = grad_log.contiguous(), out.contiguous(), mass.contiguous()
     tq, offset, size = plan.padded_queries, plan.start - plan.origin, min(64, plan.chunk)
     rows = (plan.batch * plan.heads, tq)
@@ -228,7 +230,7 @@ def smooth_squares_backward(
             *_geometry(plan), chunks, plan.num_keys, plan.width, plan.values, **plan.shape(),
             **plan.parts(), **sizes,
         )  # fmt: skip
-    return [_reduced(x, given) for x, given in ((dq, q), (dk, k), (dv, v))]
+    return [reduced(x, given) for x, given in ((dq, q), (dk, k), (dv, v))]
 
 
 def _room(given: Tensor, plan: Plan) -> Tensor:
@@ -236,15 +238,6 @@ def _room(given: Tensor, plan: Plan) -> Tensor:
     shape = (plan.batch, plan.joint, *given.shape[2:])
     whole = given.shape[:2] == shape[:2]
     return given.new_empty(shape, dtype=given.dtype if whole else torch.float32)
-
-
-def _reduced(grad: Tensor, given: Tensor) -> Tensor:
-    """Summed over the heads and sequences that read the same tensor."""
-    if given.shape[1] != grad.shape[1]:
-        grad = grad.unflatten(1, (given.shape[1], -1)).sum(2, dtype=torch.float32)
-    if given.shape[0] != grad.shape[0]:
-        grad = grad.sum(0, keepdim=True, dtype=torch.float32)
-    return grad.to(given.dtype)
 
 
 @fake(smooth_squares_backward)

@@ -2,10 +2,10 @@
 
 # FORM: how a kernel computes its weights. In general; as the exponential of one dot product; as an
 # integer power of it; as a link whose weights are summed without a running maximum.
-GENERAL, PLAIN, POLY, FLAT = 0, 1, 2, 3
+FORMS = GENERAL, PLAIN, POLY, FLAT = range(4)
 
 # The links, as kernels know them.
-IDENTITY, POWER, RATIONAL, MATERN12, MATERN32, MATERN52 = range(6)
+LINKS = IDENTITY, POWER, RATIONAL, MATERN12, MATERN32, MATERN52 = range(6)
 
 # INSIDE: what the forward for few queries computes from a block of keys itself: nothing, the norms
 # of a distance, or the lengths of features (of queries too) that products are divided by.

@@ -51,12 +51,9 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _norms(
-    x: Tensor,
-    scale: Tensor,
-    slot: Slot | None,
-    shape: tuple[int, int, int],
+    x: Tensor, scale: Tensor, slot: Slot | None, shape: tuple[int, int, int],
     spread_for: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """-scale |x|^2 / 2 of a shape. Without a slot the scale is 1.
 
     `spread_for`: the MODE of the scale for which the same is also returned as columns.
@@ -85,13 +82,8 @@ def _columns(col: Tensor, dtype: torch.dtype, mode: int) -> Tensor:
     col = col.contiguous()
     out = col.new_empty(*col.shape, 16, dtype=dtype)
     count = col.numel()
-    start(
-        norms.split_columns,
-        (-(-count // 256), 1, 1),
-        {"BM": 256, "FOR": mode},
-        (col, out),
-        (count,),
-    )
+    constants = {"BM": 256, "FOR": mode}
+    start(norms.split_columns, (-(-count // 256), 1, 1), constants, (col, out), (count,))
     return out
 
 

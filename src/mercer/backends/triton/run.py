@@ -17,14 +17,7 @@ from ..runtime.device import processors
 from ..runtime.launch import Launch, start
 from . import tables
 from .codes import LENGTHS, NORMS, NOTHING, NOWHERE, PART, SPLIT_QUERIES
-from .layout import (
-    aligned_copy,
-    empty,
-    next_power_of_two,
-    strides_of,
-    tma_descriptor,
-    tma_readable,
-)
+from .layout import aligned_copy, empty, next_power_of_two, strides_of, tma_descriptor, tma_readable
 from .numbers import prepare
 from .plan import Inputs, Numbers, Plan, Rows, counters, cut_at_reach, key_parts, plan, stores
 from .reductions import of_all, reduced, to_scales

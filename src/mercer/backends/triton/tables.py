@@ -216,10 +216,7 @@ def _staged(v: Tensor, numbers: int, constants: dict[str, Any]) -> dict[str, int
     size = v.dtype.itemsize
     kept = constants["BM"] * (constants["WIDTH"] * size + 4 * constants["BR"]) + 2048
     stages = (shared_memory(v.device) - kept) // (numbers * size)
-    return {
-        "num_warps": 8 if constants["WIDTH"] > 128 else 4,
-        "num_stages": max(1, min(3, stages)),
-    }
+    return {"num_warps": 8 if constants["WIDTH"] > 128 else 4, "num_stages": max(1, min(3, stages))}
 
 
 def _product(x: Tensor) -> dict[str, Any]:

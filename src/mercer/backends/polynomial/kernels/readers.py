@@ -3,7 +3,11 @@
 import triton
 import triton.language as tl
 
-from .states import NOWHERE, _dot, _exact, _more, _operand, _wide
+from .states import NOWHERE, _columns, _dot, _exact, _heads_of, _more, _operand, _rows
+
+# What changes with the length or the batch, and needs no kernel of its own.
+COUNTS = ("first_head", "heads", "k_heads", "v_heads", "chunks")
+QUERIES = (*COUNTS, "offset", "num_queries")
 
 
 @triton.jit
@@ -20,41 +24,42 @@ def _halves(x, W: tl.constexpr):
 
 
 @triton.jit
-def _read(acc, x, column, t, tx, state, width, inner, outer, STRIDE: tl.constexpr,
-          K: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr,
-          STAGES: tl.constexpr):  # fmt: skip
-    """acc + sum_a x_a (x S_a), for S_a [K, N] with strides inner and outer."""
+def _read(acc, x, column, t, tx, state, width, SLOPES: tl.constexpr, D: tl.constexpr,
+          V: tl.constexpr, KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """acc + sum_ab x_a x_b S_ab, [T, V], for x [T, D].
+
+    SLOPES: acc + sum_a x_a <y, S_ab>, [T, D], for y [T, V] in place of x: half the slope of that
+    along y.
+    """
+    K: tl.constexpr = V if SLOPES else D
+    N: tl.constexpr = D if SLOPES else V
+    # How far apart the two axes are in memory.
+    INNER: tl.constexpr = 1 if SLOPES else V
+    OUTER: tl.constexpr = V if SLOPES else 1
     k = tl.arange(0, K)
     if PAIR:
         n = tl.arange(0, 2 * N)
-        where = state + k[:, None] * inner + (n // N)[None, :] * STRIDE + (n % N)[None, :] * outer
+        where = state + k[:, None] * INNER + (n // N)[None, :] * (D * V) + (n % N)[None, :] * OUTER
         for a in tl.range(0, width, 2, num_stages=STAGES):
             even = tl.load(column + a * tx + t).to(tl.float32)
             odd = tl.load(column + (a + 1) * tx + t).to(tl.float32)
-            left, right = _halves(_dot(x, tl.load(where + a * STRIDE), KIND), N)
+            left, right = _halves(_dot(x, tl.load(where + a * (D * V)), KIND), N)
             acc += even[:, None] * left
             acc += odd[:, None] * right
     else:
         n = tl.arange(0, N)
-        where = state + k[:, None] * inner + n[None, :] * outer
+        where = state + k[:, None] * INNER + n[None, :] * OUTER
         for a in tl.range(0, width, num_stages=STAGES):
             xa = tl.load(column + a * tx + t).to(tl.float32)
-            acc += xa[:, None] * _dot(x, tl.load(where + a * STRIDE), KIND)
+            acc += xa[:, None] * _dot(x, tl.load(where + a * (D * V)), KIND)
     return acc
 
 
 @triton.jit
-def _values(acc, x, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
-            KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """sum_ab x_a x_b S_ab, [T, V], for x [T, D]."""
-    return _read(acc, x, column, t, tx, state, width, V, 1, D * V, D, V, KIND, PAIR, STAGES)
-
-
-@triton.jit
-def _slopes(acc, y, column, t, tx, state, width, D: tl.constexpr, V: tl.constexpr,
-            KIND: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """sum_a x_a <y, S_ab>, [T, D], for y [T, V]: half the slope of the sum above along y."""
-    return _read(acc, y, column, t, tx, state, width, 1, V, D * V, V, D, KIND, PAIR, STAGES)
+def _put(OUT, line, e, x, inside, width):
+    """Store rows [T, E] of an output [lines, width]."""
+    mask = inside[:, None] & (e[None, :] < width)
+    tl.store(OUT + line[:, None] * width + e[None, :], x.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -65,28 +70,17 @@ def _near(acc, mass, q, k, values, start, stop, place, tk, D: tl.constexpr, V: t
     v = tl.arange(0, V)
     for first in tl.range(start, stop, BN):
         j = first + tl.arange(0, BN)
-        kt = _wide(tl.load(k + d[:, None] * tk + j[None, :]), KIND)
-        s = _dot(q, kt, KIND)
+        s = _dot(q, _columns(k, d, j, tk, KIND), KIND)
         if MASK:
             s = tl.where(j[None, :] <= place[:, None], s, 0.0)
         w = s * s
         mass += tl.sum(w, 1)
-        x = _wide(tl.load(values + v[:, None] * tk + j[None, :]), KIND)
+        x = _columns(values, v, j, tk, KIND)
         acc = _more(_operand(w, KIND), tl.trans(x), acc, KIND)
     return acc, mass
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_head",
-        "heads",
-        "k_heads",
-        "v_heads",
-        "chunks",
-        "offset",
-        "num_queries",
-    ]
-)
+@triton.jit(do_not_specialize=QUERIES)
 def forward(
     QT, SIZE, KT, VALUES, STATES, Z, MU, BAD_K, BAD_V, OUT, LOG, MASS, first_head, heads, k_heads,
     v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
@@ -96,37 +90,31 @@ def forward(
     """out, log_mass and the mass for queries divided by their sizes, of one block of queries."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = first_head * group + tl.program_id(1)
-    bj = bh // group
-    b, j = (bj // heads).to(tl.int64), bj % heads
-    k_head, v_head = b * k_heads + j * k_heads // heads, b * v_heads + j * v_heads // heads
+    k_head, v_head = _heads_of(bh // group, heads, k_heads, v_heads)
     d = tl.arange(0, D)
     v = tl.arange(0, V)
     t = block * BM + tl.arange(0, BM)
     column = QT + bh.to(tl.int64) * (tq * D)
-    q = _wide(tl.trans(tl.load(column + d[:, None] * tq + t[None, :])), KIND)
+    q = _rows(column, d, t, tq, KIND)
     acc = tl.zeros((BM, V), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
     n = (origin + block * BM) // chunk
     place = origin + t
     if NEAR:
         k, values = KT + k_head * (tk * D), VALUES + v_head * (tk * V)
+        start, middle = 0, tk
         if CAUSAL:
-            start = n * chunk
-            middle = origin + block * BM
-            acc, mass = _near(
-                acc, mass, q, k, values, start, middle, place, tk, D, V, False, KIND, BN
-            )
+            start, middle = n * chunk, origin + block * BM
+        acc, mass = _near(acc, mass, q, k, values, start, middle, place, tk, D, V, False, KIND, BN)
+        if CAUSAL:
             acc, mass = _near(
                 acc, mass, q, k, values, middle, middle + BM, place, tk, D, V, True, KIND, BN
             )
-        else:
-            acc, mass = _near(acc, mass, q, k, values, 0, tk, place, tk, D, V, False, KIND, BN)
     if FAR:
         if not CAUSAL or n > 0:
             slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
-            acc = _values(
-                acc, q, column, t, tq, STATES + slot * (D * D * V), width, D, V, KIND, PAIR, STAGES
-            )
+            state = STATES + slot * (D * D * V)
+            acc = _read(acc, q, column, t, tq, state, width, False, D, V, KIND, PAIR, STAGES)
             z = _masses(Z + slot * (D * D), width, D)
             far = tl.sum(_exact(q, z, KIND) * q.to(tl.float32), 1)
             acc += far[:, None] * tl.load(MU + slot * V + v)[None, :]
@@ -147,7 +135,7 @@ def forward(
     tl.store(LOG + line, tl.where(spoiled, nan, log), mask=inside)
     tl.store(MASS + line, tl.where(spoiled, nan, tl.where(alive, mass, 0.0)), mask=inside)
     out = tl.where(spoiled[:, None], nan, out).to(OUT.dtype.element_ty)
-    tl.store(OUT + line[:, None] * dv + v[None, :], out, mask=inside[:, None] & (v[None, :] < dv))
+    _put(OUT, line, v, out, inside, dv)
 
 
 @triton.jit
@@ -160,28 +148,17 @@ def _near_queries(
     v = tl.arange(0, V)
     for first in tl.range(start, stop, BN):
         j = first + tl.arange(0, BN)
-        kt = _wide(tl.load(k + d[:, None] * tk + j[None, :]), KIND)
+        kt = _columns(k, d, j, tk, KIND)
         s = _dot(q, kt, KIND)
         if MASK:
             s = tl.where(j[None, :] <= place[:, None], s, 0.0)
-        x = _wide(tl.load(values + v[:, None] * tk + j[None, :]), KIND)
-        dp = _dot(g, x, KIND) + shift[:, None]
+        dp = _dot(g, _columns(values, v, j, tk, KIND), KIND) + shift[:, None]
         acc = _more(_operand(s * dp, KIND), tl.trans(kt), acc, KIND)
         whole = _more(_operand(s, KIND), tl.trans(kt), whole, KIND)
     return acc, whole
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_head",
-        "heads",
-        "k_heads",
-        "v_heads",
-        "chunks",
-        "offset",
-        "num_queries",
-    ]
-)
+@triton.jit(do_not_specialize=QUERIES)
 def backward_queries(
     QT, SIZE, KT, VALUES, STATES, Z, MU, GRAD, GRAD_LOG, SHIFT, RATE, EXACT, DQ, first_head, heads,
     k_heads, v_heads, group, tq, tk, chunk, origin, chunks, offset, num_queries, width, dv,
@@ -195,17 +172,14 @@ def backward_queries(
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = first_head * group + tl.program_id(1)
-    bj = bh // group
-    b, j = (bj // heads).to(tl.int64), bj % heads
-    k_head, v_head = b * k_heads + j * k_heads // heads, b * v_heads + j * v_heads // heads
+    k_head, v_head = _heads_of(bh // group, heads, k_heads, v_heads)
     d = tl.arange(0, D)
     v = tl.arange(0, V)
     t = block * BM + tl.arange(0, BM)
     column = QT + bh.to(tl.int64) * (tq * D)
     row = bh.to(tl.int64) * tq + t
-    q = _wide(tl.trans(tl.load(column + d[:, None] * tq + t[None, :])), KIND)
-    grad = GRAD + bh.to(tl.int64) * (tq * V)
-    g = _wide(tl.trans(tl.load(grad + v[:, None] * tq + t[None, :])), KIND)
+    q = _rows(column, d, t, tq, KIND)
+    g = _rows(GRAD + bh.to(tl.int64) * (tq * V), v, t, tq, KIND)
     shift = tl.load(SHIFT + row)
     acc = tl.zeros((BM, D), tl.float32)
     whole = tl.zeros((BM, D), tl.float32)
@@ -213,26 +187,22 @@ def backward_queries(
     if NEAR:
         place = origin + t
         k, values = KT + k_head * (tk * D), VALUES + v_head * (tk * V)
+        start, middle = 0, tk
         if CAUSAL:
-            start = n * chunk
-            middle = origin + block * BM
-            acc, whole = _near_queries(
-                acc, whole, q, g, shift, k, values, start, middle, place, tk, D, V, False, KIND, BN
-            )
+            start, middle = n * chunk, origin + block * BM
+        acc, whole = _near_queries(
+            acc, whole, q, g, shift, k, values, start, middle, place, tk, D, V, False, KIND, BN
+        )
+        if CAUSAL:
             acc, whole = _near_queries(
                 acc, whole, q, g, shift, k, values, middle, middle + BM, place, tk, D, V, True,
                 KIND, BN,
             )  # fmt: skip
-        else:
-            acc, whole = _near_queries(
-                acc, whole, q, g, shift, k, values, 0, tk, place, tk, D, V, False, KIND, BN
-            )
     if FAR:
         if not CAUSAL or n > 0:
             slot = (tl.program_id(1) // group).to(tl.int64) * chunks + (n if CAUSAL else 0)
-            acc = _slopes(
-                acc, g, column, t, tq, STATES + slot * (D * D * V), width, D, V, KIND, PAIR, STAGES
-            )
+            state = STATES + slot * (D * D * V)
+            acc = _read(acc, g, column, t, tq, state, width, True, D, V, KIND, PAIR, STAGES)
             z = _masses(Z + slot * (D * D), width, D)
             far = _exact(q, z, KIND)
             mu = tl.load(MU + slot * V + v)
@@ -248,10 +218,7 @@ def backward_queries(
     size = tl.load(SIZE + row)
     scale = tl.where(rate > 0.0, 2.0 * rate / size, 0.0)
     dq = tl.where(rate[:, None] > 0.0, (acc + off[:, None] * whole) * scale[:, None], 0.0)
-    tl.store(
-        DQ + line[:, None] * width + d[None, :], dq.to(DQ.dtype.element_ty),
-        mask=inside[:, None] & (d[None, :] < width),
-    )  # fmt: skip
+    _put(DQ, line, d, dq, inside, width)
 
 
 @triton.jit
@@ -264,19 +231,19 @@ def _near_keys(
     v = tl.arange(0, V)
     for first in tl.range(start, stop, BN):
         t = first + tl.arange(0, BN)
-        qt = _wide(tl.load(columns + d[:, None] * tq + t[None, :]), KIND)
+        qt = _columns(columns, d, t, tq, KIND)
         s = _dot(kx, qt, KIND)
         if MASK:
             s = tl.where(place[:, None] <= origin + t[None, :], s, 0.0)
         r = tl.load(rate + t)
-        g = _wide(tl.load(grad + v[:, None] * tq + t[None, :]), KIND)
+        g = _columns(grad, v, t, tq, KIND)
         dv = _more(_operand(s * s * r[None, :], KIND), tl.trans(g), dv, KIND)
         dp = _dot(vx, g, KIND) + tl.load(shift + t)[None, :]
         dk = _more(_operand(s * dp * r[None, :], KIND), tl.trans(qt), dk, KIND)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["first_head", "heads", "k_heads", "v_heads", "chunks", "num_keys"])
+@triton.jit(do_not_specialize=(*COUNTS, "num_keys"))
 def backward_keys(
     QT, KT, VALUES, STATES, Z, GRAD, SHIFT, RATE, DK, DV, first_head, heads, k_heads, v_heads,
     group, tq, tk, chunk, origin, chunks, num_keys, width, width_v,
@@ -286,15 +253,14 @@ def backward_keys(
     """dk and dv of one block of keys, from the states of the queries after it."""
     block = tl.program_id(0)
     bj = first_head + tl.program_id(1)
-    b, j = (bj // heads).to(tl.int64), bj % heads
-    k_head, v_head = b * k_heads + j * k_heads // heads, b * v_heads + j * v_heads // heads
+    k_head, v_head = _heads_of(bj, heads, k_heads, v_heads)
     d = tl.arange(0, D)
     v = tl.arange(0, V)
     place = block * BM + tl.arange(0, BM)
     column = KT + k_head * (tk * D)
-    kx = _wide(tl.trans(tl.load(column + d[:, None] * tk + place[None, :])), KIND)
+    kx = _rows(column, d, place, tk, KIND)
     values = VALUES + v_head * (tk * V)
-    vx = _wide(tl.trans(tl.load(values + v[:, None] * tk + place[None, :])), KIND)
+    vx = _rows(values, v, place, tk, KIND)
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, V), tl.float32)
     n = block * BM // chunk
@@ -303,6 +269,7 @@ def backward_keys(
             bh = bj.to(tl.int64) * group + g
             columns, grad = QT + bh * (tq * D), GRAD + bh * (tq * V)
             shift, rate = SHIFT + bh * tq, RATE + bh * tq
+            start, stop = 0, tq
             if CAUSAL:
                 own = block * BM - origin
                 if own >= 0:
@@ -310,30 +277,20 @@ def backward_keys(
                         dk, dv, kx, vx, columns, grad, shift, rate, own, own + BM, origin, place,
                         tq, D, V, True, KIND, BN,
                     )  # fmt: skip
-                dk, dv = _near_keys(
-                    dk, dv, kx, vx, columns, grad, shift, rate, tl.maximum(own + BM, 0),
-                    (n + 1) * chunk - origin, origin, place, tq, D, V, False, KIND, BN,
-                )  # fmt: skip
-            else:
-                dk, dv = _near_keys(
-                    dk, dv, kx, vx, columns, grad, shift, rate, 0, tq, origin, place, tq,
-                    D, V, False, KIND, BN,
-                )  # fmt: skip
+                start, stop = tl.maximum(own + BM, 0), (n + 1) * chunk - origin
+            dk, dv = _near_keys(
+                dk, dv, kx, vx, columns, grad, shift, rate, start, stop, origin, place, tq, D, V,
+                False, KIND, BN,
+            )  # fmt: skip
     if FAR:
         if not CAUSAL or n < chunks - 1:
             slot = tl.program_id(1).to(tl.int64) * chunks + (n if CAUSAL else 0)
             state = STATES + slot * (D * D * V)
-            dv = _values(dv, kx, column, place, tk, state, width, D, V, KIND, PAIR, STAGES)
-            dk = _slopes(dk, vx, column, place, tk, state, width, D, V, KIND, PAIR, STAGES)
+            dv = _read(dv, kx, column, place, tk, state, width, False, D, V, KIND, PAIR, STAGES)
+            dk = _read(dk, vx, column, place, tk, state, width, True, D, V, KIND, PAIR, STAGES)
             z = _masses(Z + slot * (D * D), width, D)
             dk += _exact(kx, z, KIND)
     inside = place < num_keys
     line = bj.to(tl.int64) * num_keys + place
-    tl.store(
-        DK + line[:, None] * width + d[None, :], (2.0 * dk).to(DK.dtype.element_ty),
-        mask=inside[:, None] & (d[None, :] < width),
-    )  # fmt: skip
-    tl.store(
-        DV + line[:, None] * width_v + v[None, :], dv.to(DV.dtype.element_ty),
-        mask=inside[:, None] & (v[None, :] < width_v),
-    )  # fmt: skip
+    _put(DK, line, d, 2.0 * dk, inside, width)
+    _put(DV, line, v, dv, inside, width_v)

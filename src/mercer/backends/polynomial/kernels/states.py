@@ -49,6 +49,25 @@ def _wide(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def _columns(base, e, t, stride, KIND: tl.constexpr):
+    """Features e at places t of a padded copy, [E, T], as an operand."""
+    return _wide(tl.load(base + e[:, None] * stride + t[None, :]), KIND)
+
+
+@triton.jit
+def _rows(base, e, t, stride, KIND: tl.constexpr):
+    """The same, [T, E]."""
+    return _wide(tl.trans(tl.load(base + e[:, None] * stride + t[None, :])), KIND)
+
+
+@triton.jit
+def _heads_of(bj, heads, first, second):
+    """The heads that head bj reads of two tensors with `first` and `second` heads per sequence."""
+    b, j = (bj // heads).to(tl.int64), bj % heads
+    return b * first + j * first // heads, b * second + j * second // heads
+
+
+@triton.jit
 def _dot(a, b, KIND: tl.constexpr):
     return tl.dot(a, b, input_precision="tf32x3" if KIND == "float32" else "tf32")
 
@@ -153,7 +172,7 @@ def _build(
         for first in tl.range(start, stop, BT):
             t = first + tl.arange(0, BT)
             y = tl.load(yt + g * y_head + v[:, None] * tx + t[None, :])
-            x = _wide(tl.trans(tl.load(xt + g * x_head + b[:, None] * tx + t[None, :])), KIND)
+            x = _rows(xt + g * x_head, b, t, tx, KIND)
             xa = tl.load(xt + g * x_head + own[:, None] * tx + t[None, :])
             if KIND == "bf16":
                 left = xa[:, None, :] * y[None, :, :]

@@ -212,11 +212,9 @@ def backward_keys(
     c1 = tl.zeros((BN,), tl.float32)
     if SLOT0.col:
         c0 = tl.load(C0 + b * scb0 + (h // gc0) * sch0 + j, mask=j < num_keys, other=0.0)
-    head0 = (
-        _scale(S0, number0, ss0, h, line, j, j < num_keys, SLOT0.mode, SLOT0.log)
-        if SLOT0.mode < 2
-        else 1.0
-    )
+    head0 = 1.0
+    if SLOT0.mode < 2:
+        head0 = _scale(S0, number0, ss0, h, line, j, j < num_keys, SLOT0.mode, SLOT0.log)
     head1 = head0
     k1 = k0
     dk1 = tl.zeros((BN, 16), tl.float32)
@@ -225,11 +223,9 @@ def backward_keys(
         if HELD & 4:
             k1 = _held(k1, SLOT1.width, PRECISION)
         dk1 = tl.zeros((BN, SLOT1.width), tl.float32)
-        head1 = (
-            _scale(S1, number1, ss1, h, line, j, j < num_keys, SLOT1.mode, SLOT1.log)
-            if SLOT1.mode < 2
-            else 1.0
-        )
+        head1 = 1.0
+        if SLOT1.mode < 2:
+            head1 = _scale(S1, number1, ss1, h, line, j, j < num_keys, SLOT1.mode, SLOT1.log)
         if SLOT1.col:
             c1 = tl.load(C1 + b * scb1 + (h // gc1) * sch1 + j, mask=j < num_keys, other=0.0)
     band = BAND
@@ -257,25 +253,18 @@ def backward_keys(
         sure_start = stop
         sure_stop = stop
     grad_head, sgt = _grad(GRAD, b, h, line, num_heads, num_queries, dv, TMA, TOKENS)
+    beyond = sure_start
+    if TABLE.clip >= 0 and _strict(FILTER, TABLE.clip):
+        beyond = sure_stop
+    elif TABLE.clip >= 0:
+        beyond = (high + TABLE.clip - place + BM - 1) // BM * BM
+        beyond = tl.minimum(tl.maximum(beyond, sure_start), sure_stop)
+    # The spans: masked, within the table's reach, beyond it, masked.
+    bounds = (start, sure_start, beyond, sure_stop, stop)
     for span in tl.static_range(4):
-        # The spans: masked, within the table's reach, beyond it, masked.
-        beyond = sure_start
-        if TABLE.clip >= 0 and _strict(FILTER, TABLE.clip):
-            beyond = sure_stop
-        elif TABLE.clip >= 0:
-            beyond = (high + TABLE.clip - place + BM - 1) // BM * BM
-            beyond = tl.minimum(tl.maximum(beyond, sure_start), sure_stop)
-        if span == 0:
-            first_query, last_query = start, sure_start
-        elif span == 1:
-            first_query, last_query = sure_start, beyond
-        elif span == 2:
-            first_query, last_query = beyond, sure_stop
-        else:
-            first_query, last_query = sure_stop, stop
         if ((SIMPLE and EVEN) or span == 0) and not _empty_span(span, 1, 2, FILTER, TABLE.clip):
             dk0, dk1, dv_, dc0, dc1 = _keys_span(
-                dk0, dk1, dv_, dc0, dc1, first_query, last_query, k0, k1, v, c0, c1, head0, head1,
+                dk0, dk1, dv_, dc0, dc1, bounds[span], bounds[span + 1], k0, k1, v, c0, c1, head0, head1,
                 _head(Q0, b, h, sqb0, sqh0, TMA), _head(Q1, b, h, sqb1, sqh1, TMA and SLOT1.width > 0),
                 grad_head, S0, S1, R0, R1, LSE2, DELTA, band, TILES, DBAND, LENGTHS, IDS, line, j, low, b, bh,
                 first, place, num_queries, num_keys, seed, dropout, h, sqb0, sqt0, sqb1, sqt1, sgt,

@@ -305,18 +305,12 @@ def backward_queries(
     near = sure_stop
     if TABLE.clip >= 0:
         near = tl.maximum(tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start)
+    # The spans: masked, beyond the table's reach, within it, masked.
+    bounds = (start, sure_start, near, sure_stop, stop)
     for span in tl.static_range(4):
-        if span == 0:
-            first_key, last_key = start, sure_start
-        elif span == 1:
-            first_key, last_key = sure_start, near
-        elif span == 2:
-            first_key, last_key = near, sure_stop
-        else:
-            first_key, last_key = sure_stop, stop
         if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
             dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier = _queries_span(
-                dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, first_key, last_key, q0, q1,
+                dq0, dq1, ds0, ds1, dr0, dr1, inner, later, earlier, bounds[span], bounds[span + 1], q0, q1,
                 grad, scale0, scale1, row0, row1, half0, half1, ref0, ref1, rate, lse2 - far if span == 1 else lse2, delta,
                 k0, k1, v, col0, col1, band, TILES, dband, begin, LENGTHS, IDS, i, n, b, bh, h, h0, h1,
                 hv, block * BM, first, num_queries, num_keys, seed, dropout, skb0, skt0, skb1, skt1,

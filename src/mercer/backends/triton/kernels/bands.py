@@ -11,10 +11,7 @@ from .. import codes
 
 GRANULE = tl.constexpr(codes.GRANULE)
 # How a span of keys reads a table: not at all, only its end, by blocks of its band, or pair by pair.
-NONE = tl.constexpr(0)
-FAR = tl.constexpr(1)
-BLOCKS = tl.constexpr(2)
-PAIRS = tl.constexpr(3)
+NONE, FAR, BLOCKS, PAIRS = map(tl.constexpr, range(4))
 
 
 @triton.jit

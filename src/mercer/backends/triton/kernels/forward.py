@@ -13,16 +13,7 @@ logarithms are to the base 2.
 import triton
 import triton.language as tl
 
-from .bands import (
-    BLOCKS,
-    PAIRS,
-    _band_at,
-    _band_block,
-    _band_start,
-    _empty_span,
-    _form,
-    _of_keys,
-)
+from .bands import BLOCKS, PAIRS, _band_at, _band_block, _band_start, _empty_span, _form, _of_keys
 from .primitives import (
     LN2,
     LOG2E,
@@ -279,17 +270,10 @@ def forward(
         near = sure_stop
         if TABLE.clip >= 0:
             near = tl.maximum(tl.minimum((low - TABLE.clip + 1) // BN * BN, sure_stop), sure_start)
-        if span == 0:
-            first_key, last_key = start, sure_start
-        elif span == 1:
-            first_key, last_key = sure_start, near
-        elif span == 2:
-            first_key, last_key = near, sure_stop
-        else:
-            first_key, last_key = sure_stop, stop
+        bounds = (start, sure_start, near, sure_stop, stop)
         if (SIMPLE or span == 0) and not _empty_span(span, 2, 1, FILTER, TABLE.clip):
             acc, mass, peak = _forward_span(
-                acc, mass, peak, first_key, last_key, q0, q1, scale0, scale1, row0, row1,
+                acc, mass, peak, bounds[span], bounds[span + 1], q0, q1, scale0, scale1, row0, row1,
                 far if span == 1 else none, k0, k1, v, col0, col1, band, TILES, begin, LENGTHS, IDS,
                 i, n, b, bh, h, h0, h1, hv, block * BM, first, num_queries, num_keys, seed, dropout,
                 skb0, skt0, skb1, skt1, svb, svt, stride_ids, stb, width, e0, e1, dv, SLOT0, SLOT1, V, _of_keys(span, FILTER, TABLE.clip, TABLE.sided), FILTER,

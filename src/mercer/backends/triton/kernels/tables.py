@@ -303,14 +303,9 @@ def band_to_rows(
         # For the last queries, keys that far after them do not exist.
         edge = (start <= -CLIP) | (start + BR - 1 > 0) | (start + BR > CLIP)
     sure = tl.where(edge, turns, sure)
+    bounds = (first, turns) if STORED else (first, sure, turns)
     for span in tl.static_range(1 if STORED else 2):
-        if STORED:
-            begin, end = first, turns
-        elif span == 0:
-            begin, end = first, sure
-        else:
-            begin, end = sure, turns
-        for turn in tl.range(batch * begin, batch * end):
+        for turn in tl.range(batch * bounds[span], batch * bounds[span + 1]):
             b, block = (turn % batch).to(tl.int64), turn // batch * parts + part
             line = (b * num_heads + h) * num_queries
             n = _places(block, residue, BM)
@@ -371,21 +366,8 @@ def band_to_table(
     other = tl.num_programs(1).to(tl.int64) * num_queries
     start = _aligned(-CLIP, residue, place) + tl.program_id(2) * BR
     out = _pulled(
-        DBAND,
-        ENDS,
-        line,
-        other,
-        n,
-        start,
-        place,
-        num_queries,
-        num_keys,
-        width,
-        CLIP,
-        SIDED,
-        BR,
-        True,
-    )
+        DBAND, ENDS, line, other, n, start, place, num_queries, num_keys, width, CLIP, SIDED, BR, True
+    )  # fmt: skip
     column = CLIP - (start + tl.arange(0, BR))
     target = DTABLE + (line + n[:, None]) * (2 * CLIP + 1) + column[None, :]
     there = (column >= 0) & (column <= 2 * CLIP)

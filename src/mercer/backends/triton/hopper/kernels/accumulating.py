@@ -16,14 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...kernels.gradients import _counted
 from ...kernels.primitives import COLUMNS, _finite
 from .dq_fixed_point import _blocks, _bound, _fixed, _reference_within
-from .primitives import (
-    BLOCK,
-    OWN,
-    _along,
-    _skip,
-    add,
-    barrier,
-)
+from .primitives import BLOCK, OWN, _along, _skip, add, barrier
 from .tickets import _hear
 
 # Buffers: blocks of pairs from each multiplying group to this one, and blocks of sums on the way to
@@ -45,18 +38,9 @@ def _give(found, step, own, pairs, given, taken):
 
 @gluon.jit
 def _give_none(
-    begin,
-    end,
-    done,
-    full,
-    empty,
-    own,
-    pairs,
-    given,
-    taken,
-    STAGES: gl.constexpr,
+    begin, end, done, full, empty, own, pairs, given, taken, STAGES: gl.constexpr,
     SCORES: gl.constexpr,
-):
+):  # fmt: skip
     """Signal that there are no pairs: these blocks of queries see none of the group's keys."""
     for step in range(begin, end):
         _skip(step, step + 1, done, full, empty, STAGES)

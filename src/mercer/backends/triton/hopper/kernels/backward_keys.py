@@ -23,17 +23,7 @@ LESS_REGISTERS = gl.constexpr(208)
 SUM_REGISTERS = gl.constexpr(72)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_heads",
-        "first",
-        "seed",
-        "blocks",
-        "parts",
-        "last",
-        "offset",
-    ]
-)
+@gluon.jit(do_not_specialize=["num_heads", "first", "seed", "blocks", "parts", "last", "offset"])
 def backward_keys(
     Q0, K0, Q1, K1, V_, TILES, S0, C0, LENGTHS, IDS, GRAD, LSE2, DELTA, PAIRS, DK0, DK1, DV, DC0,
     BOUNDS, MOST, SHARES, COUNTERS, DS0, sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,

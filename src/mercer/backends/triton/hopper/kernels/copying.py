@@ -59,9 +59,7 @@ def _copy_steps(
         s = (done + step) % STAGES
         first = start + step * BLOCK
         # The numbers of the next block are in flight meanwhile.
-        following = _rows_of(
-            first + BLOCK, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES
-        )  # fmt: skip
+        following = _rows_of(first + BLOCK, S0, LSE2, DELTA, line, num_queries, MODE0, SIDES)
         mbarrier.wait(empty.index(s), (((done + step) // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(s), SIZE * (E0 + E1 + V + (2 * OWN if BANDED else 0)))
         load(Q0, [b0, h, first, 0], full.index(s), q0s.index(s))
@@ -111,7 +109,6 @@ def _copy(
         early = 0
         if BUFFERS == 1:
             early = gl.where(turn == 0, 0, gl.minimum(steps, STAGES))
-        if BUFFERS == 1:
             _copy_steps(
                 0, early, done, Q0, Q1, GRAD, TILES, S0, LSE2, DELTA, q0s, q1s, gs, biases, rows, sides, full, empty,
                 b0, b1, bt, b, h, line, start, low, num_queries, E0, E1, V, MODE0, STAGES, BANDED, SIDES,

@@ -18,18 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...kernels.primitives import COLUMNS, LN2, LOG2E, _finite, _taken
 from ...kernels.scores import _down, _scale
 from ...kernels.visibility import _visible
-from .primitives import (
-    BLOCK,
-    OWN,
-    REGISTERS,
-    _batch,
-    _ones,
-    _range,
-    _within,
-    barrier,
-    load,
-    store,
-)
+from .primitives import BLOCK, OWN, REGISTERS, _batch, _ones, _range, _within, barrier, load, store
 
 
 @gluon.jit

@@ -85,19 +85,11 @@ def _span(
         exact = u
         u = u.to(DTYPE)
         if PART != 2:
-            dk0 = warpgroup_mma(
-                gl.convert_layout(u, gl.DotOperandLayout(0, SUMS0, 2)),
-                q0s.index(s),
-                warpgroup_mma_init(dk0),
-                is_async=True,
-            )
+            left = gl.convert_layout(u, gl.DotOperandLayout(0, SUMS0, 2))
+            dk0 = warpgroup_mma(left, q0s.index(s), warpgroup_mma_init(dk0), is_async=True)
         if E1 > 0 and PART != 1:
-            dk1 = warpgroup_mma(
-                gl.convert_layout(u, gl.DotOperandLayout(0, SUMS1, 2)),
-                q1s.index(s),
-                warpgroup_mma_init(dk1),
-                is_async=True,
-            )
+            left = gl.convert_layout(u, gl.DotOperandLayout(0, SUMS1, 2))
+            dk1 = warpgroup_mma(left, q1s.index(s), warpgroup_mma_init(dk1), is_async=True)
         if DCOL0 and PART != 2:
             dc += _within(exact)
         if SUMMED:
@@ -226,30 +218,21 @@ def _multiply(
                 barrier()
                 mbarrier.arrive(free.index(2 - at + 2 * own), count=1)
         if SUMMED:
-            _give_none(
-                0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
-            )  # fmt: skip
+            _give_none(0, begin, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES)
         elif not STORE:
             _skip(0, begin, done, full, empty, STAGES)
+        # Three ranges: masked, fully visible, masked.
+        bounds = (begin, sure_start, sure_stop, end)
         for span in gl.static_range(3):
-            # Three ranges: masked, fully visible, masked.
-            if span == 0:
-                left, right = begin, sure_start
-            elif span == 1:
-                left, right = sure_start, sure_stop
-            else:
-                left, right = sure_stop, end
             if WHOLE or span == 0:
                 dk0, dk1, dv, dcs = _span(
-                    left, right, done, dk0, dk1, dv, dcs, a, a1, w, c, factor, j, start, b, place, first,
+                    bounds[span], bounds[span + 1], done, dk0, dk1, dv, dcs, a, a1, w, c, factor, j, start, b, place, first,
                     LENGTHS, IDS, stride_ids, num_keys, q0s, q1s, gs, rows, col, ones, sides, full, empty, PAIRS, all_pairs, given, taken,
                     biases, own, h, part, first_key, E1, MODE0, HAS_COL0, DCOL0, FILTER, span != 1, PART, STAGES,
                     STORE, SUMMED, BANDED, SCORES, SUMS0, SUMS1, SUMSV, SIDES,
                 )  # fmt: skip
         if SUMMED:
-            _give_none(
-                end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES,
-            )  # fmt: skip
+            _give_none(end, steps, done, full, empty, own, all_pairs, given, taken, STAGES, SCORES)
         elif not STORE:
             _skip(end, steps, done, full, empty, STAGES)
         _, low, _, b, h, _, steps = _heard(turn, tickets)
