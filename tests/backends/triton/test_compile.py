@@ -186,6 +186,8 @@ def start(call):
 )
 def test_calls_compile(name, capability, monkeypatch):
     call, started = CALLS[name], set()
+    if call.hopper == SUMS and not eligible.can_add():
+        pytest.skip("this Triton does not let TMA add to memory")
     monkeypatch.setattr(eligible, "MANY_KEYS", call.many)
     with compiled(capability, lambda kernel, _: started.add(kernel)):
         start(call)

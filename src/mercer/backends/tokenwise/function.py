@@ -84,8 +84,12 @@ def backward(
     dq, dk, dv, *dkernels = around.backward(
         q, *kept.raw(k, v), keys, values, grad, out, lse, scores, far, call
     )
-    taps = key_taps, value_taps
-    return dq, dk, dv, *around.kernels_backward(dkernels, (keys, values), taps, call)
+    return (
+        dq,
+        dk,
+        dv,
+        *around.kernels_backward(dkernels, (keys, values), (key_taps, value_taps), call),
+    )
 
 
 class Fused(torch.autograd.Function):

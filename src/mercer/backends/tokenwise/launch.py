@@ -50,14 +50,16 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
 
 
-def _constants(call: Call, **kernels: Tensor | None) -> dict[str, Any]:
-    """Constants of the kernels on keys and on values: (reach, taps, columns, last visible tap)."""
-    found: dict[str, Any] = {"P": call.cut, "RULE": RULES[call.boundary]}
-    for name, kernel in kernels.items():
+def _targets(keys: Tensor | None, values: Tensor | None, call: Call, names: str) -> dict[str, int]:
+    """Constants of the kernels on keys and on values. A reach of -1: there are none."""
+    found: dict[str, int] = {}
+    for letter, kernel in (("K", keys), ("V", values)):
         size = 1 if kernel is None else kernel.shape[-1]
-        last = visible(call.boundary, size // 2, None)[1]
-        found[name] = (-1 if kernel is None else size // 2, size, (1 + call.cut) * size, last)
-    return found
+        reach = -1 if kernel is None else size // 2
+        last = visible(call.boundary, max(reach, 0), None)[1]
+        known = {"R": reach, "S": size, "C": (1 + call.cut) * size, "L": last}
+        found |= {name + letter: known[name] for name in names}
+    return found | {"P": call.cut, "RULE": RULES[call.boundary]}
 
 
 def _per_head(*kernels: Tensor | None) -> list[int]:
@@ -137,7 +139,7 @@ def convolve(
     grid, block = _grid("convolve", k)
     bad = k.new_empty((grid[1], grid[0]), dtype=torch.int32)
     start(
-        "convolve", grid, _constants(call, KEYS=keys, VALUES=values) | block,
+        "convolve", grid, _targets(keys, values, call, "RSCL") | block,
         (k, v, k if keys is None else keys, v if values is None else values, kt, vt, bad),
         (*_strides(k, v), *k.shape[1:], *_per_head(keys, values)),
     )  # fmt: skip
@@ -161,7 +163,7 @@ def merge(
         "BLOCKS": 1 << (blocks - 1).bit_length(),
     }  # fmt: skip
     start(
-        "merge", grid, _constants(call, KEYS=keys, VALUES=values) | flags | block,
+        "merge", grid, _targets(keys, values, call, "RSC") | flags | block,
         (q, k, v, k if keys is None else keys, v if values is None else values, given, far_lse,
          lse if bad is None else bad, out, lse, scores),
         (*_strides(q, k, v, given, out), *q.shape[1:], *_per_head(keys, values), blocks, call.scale),
@@ -185,8 +187,10 @@ def backward(
     if cut and not alone:
         shares, pulls = torch.empty_like(blank), torch.empty_like(blank)
         grid, block = _grid("pulls", q)
+        constants = _targets(keys, values, call, "RSC")
+        constants = {n: x for n, x in constants.items() if not n.endswith("K")}
         start(
-            "pulls", grid, _constants(call, VALUES=values) | block, (v, wv, grad, out, lse, blank, shares, pulls),
+            "pulls", grid, constants | block, (v, wv, grad, out, lse, blank, shares, pulls),
             (*_strides(v, grad, out), *q.shape[1:], *_per_head(values)),
         )  # fmt: skip
     dk, dv = torch.empty_like(q), torch.empty_like(q)
@@ -199,7 +203,7 @@ def backward(
     flags = {"NORMAL": call.temperature is not None, "HAS_FAR": far is not None, "ALONE": alone}
     grid, block = _grid("backward", q)
     start(
-        "backward", grid, _constants(call, KEYS=keys, VALUES=values) | flags | block,
+        "backward", grid, _targets(keys, values, call, "RSCL") | flags | block,
         (q, k, v, wk, wv, grad, out, lse, blank, shares, pulls, far_q, far_k, far_v, dq, dk, dv,
          blank if dkeys is None else dkeys, blank if dvalues is None else dvalues),
         (*_strides(q, k, v, grad, out, far_q, far_k, far_v, dv), *q.shape[1:],

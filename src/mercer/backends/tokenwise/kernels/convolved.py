@@ -12,10 +12,6 @@ such place on. Each sum is owned by one program, in float32 and in a fixed order
 
 Letters: i queries, j keys, a how far a key is before the query, d offsets of taps. N = T - P keys
 are seen by flash attention; its query n is query n + P here.
-
-Small letters are tuples: x = (tensor, its strides of batch, head and place), w = (W, how many heads
-have kernels of their own, or 0), here = (batch, head, features, length, width). TAPS is (R, S, C, L):
-the reach of a kernel, -1 if there are none; its taps; the columns of W; its last visible tap.
 """
 
 import triton
@@ -27,25 +23,16 @@ NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _places(x, here, t, ok):
-    """The addresses of rows t of a head, and which of them exist."""
-    X, sb, sh, st = x
-    b, h, e, _, width = here
-    p = X + b * sb + h * sh + t[:, None].to(tl.int64) * st + e[None, :]
-    return p, ok[:, None] & (e[None, :] < width)
-
-
-@triton.jit
-def _rows(x, here, t, ok):
+def _rows(X, sb, sh, st, b, h, t, ok, e, width):
     """Rows t of a head in float32, zero where not ok."""
-    p, mask = _places(x, here, t, ok)
-    return tl.load(p, mask=mask, other=0.0).to(tl.float32)
+    p = X + b * sb + h * sh + t[:, None].to(tl.int64) * st + e[None, :]
+    return tl.load(p, mask=ok[:, None] & (e[None, :] < width), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _put(x, here, t, ok, rows):
-    p, mask = _places(x, here, t, ok)
-    tl.store(p, rows.to(x[0].dtype.element_ty), mask=mask)
+def _put(X, sb, sh, st, b, h, t, ok, e, width, x):
+    p = X + b * sb + h * sh + t[:, None].to(tl.int64) * st + e[None, :]
+    tl.store(p, x.to(X.dtype.element_ty), mask=ok[:, None] & (e[None, :] < width))
 
 
 @triton.jit
@@ -55,10 +42,8 @@ def _fine(x):
 
 
 @triton.jit
-def _tap(w, here, t, ok, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+def _tap(W, b, h, t, ok, length, per_head, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
     """One column of the kernels of keys t."""
-    W, per_head = w
-    b, h, _, length, _ = here
     heads = tl.where(per_head > 0, per_head, 1)
     row = (b * length + t) * heads + tl.where(per_head > 0, h, 0)
     return tl.load(W + row * COLUMNS + COLUMN, mask=ok, other=0.0)
@@ -66,51 +51,53 @@ def _tap(w, here, t, ok, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _whole(
-    x, w, here, j, TAPS: tl.constexpr, CLEAN: tl.constexpr, D: tl.constexpr, BM: tl.constexpr
-):
-    """Keys j, convolved by their whole kernels; as they are without kernels.
+    X, W, sb, sh, st, b, h, j, e, length, width, per_head,
+    R: tl.constexpr, COLUMNS: tl.constexpr, LAST: tl.constexpr, CLEAN: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Keys j, convolved by their whole kernels; as they are if R is negative.
 
     CLEAN: a neighbour that is not finite counts as zero.
     """
-    length = here[3]
     inside = j < length
-    out = tl.zeros((BM, D), tl.float32)
-    if TAPS[0] < 0:
-        out = _rows(x, here, j, inside)
+    x = tl.zeros((BM, D), tl.float32)
+    if R < 0:
+        x = _rows(X, sb, sh, st, b, h, j, inside, e, width)
         if CLEAN:
-            out = tl.where(_fine(out), out, 0.0)
+            x = tl.where(_fine(x), x, 0.0)
     else:
-        for d in tl.static_range(-TAPS[0], TAPS[3] + 1):
+        for d in tl.static_range(-R, LAST + 1):
             ok = inside & (j + d >= 0) & (j + d < length)
-            tap = _tap(w, here, j, ok, TAPS[0] + d, TAPS[2])
-            y = _rows(x, here, j + d, ok)
+            tap = _tap(W, b, h, j, ok, length, per_head, R + d, COLUMNS)
+            y = _rows(X, sb, sh, st, b, h, j + d, ok, e, width)
             if CLEAN:
                 y = tl.where(_fine(y), y, 0.0)
-            out += tap[:, None] * y
-    return out
+            x += tap[:, None] * y
+    return x
 
 
 @triton.jit
 def _seen(
-    x, w, here, i, ok, A: tl.constexpr, TAPS: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr,
-    BM: tl.constexpr,
+    X, W, sb, sh, st, b, h, i, ok, e, length, width, per_head,
+    A: tl.constexpr, R: tl.constexpr, S: tl.constexpr, COLUMNS: tl.constexpr, RULE: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Key i - A as query i sees it."""
     there = ok
     if A > 0:
         there = ok & (i >= A)
-    if TAPS[0] < 0:
-        out = _rows(x, here, i - A, there)
+    if R < 0:
+        x = _rows(X, sb, sh, st, b, h, i - A, there, e, width)
     else:
-        out = tl.zeros((BM, D), tl.float32)
-        for d in tl.static_range(-TAPS[0], TAPS[0] + 1):
+        x = tl.zeros((BM, D), tl.float32)
+        for d in tl.static_range(-R, R + 1):
             if _reads(d, A, RULE):
                 reads = there
                 if d < 0:
                     reads = there & (i - A + d >= 0)
-                tap = _tap(w, here, i - A, reads, (1 + A) * TAPS[1] + TAPS[0] + d, TAPS[2])
-                out += tap[:, None] * _rows(x, here, i - A + d, reads)
-    return out
+                tap = _tap(W, b, h, i - A, reads, length, per_head, (1 + A) * S + R + d, COLUMNS)
+                x += tap[:, None] * _rows(X, sb, sh, st, b, h, i - A + d, reads, e, width)
+    return x
 
 
 @triton.constexpr_function
@@ -214,8 +201,9 @@ def kernels_backward(
 def convolve(
     K, V, WK, WV, KT, VT, BAD,
     kb, kh, kt, vb, vh, vt, heads, length, width, key_heads, value_heads,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr,
+    RK: tl.constexpr, SK: tl.constexpr, CK: tl.constexpr, LK: tl.constexpr,
+    RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr, LV: tl.constexpr,
+    P: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Keys and values, convolved by their whole kernels, contiguous [B, H, T, D], and finite.
 
@@ -226,27 +214,26 @@ def convolve(
     j = tl.program_id(0) * BM + tl.arange(0, BM)
     ok = j < length
     e = tl.arange(0, D)
-    here = (b, h, e, length, width)
-    k, wk, v, wv = (K, kb, kh, kt), (WK, key_heads), (V, vb, vh, vt), (WV, value_heads)
     dtype: tl.constexpr = KT.dtype.element_ty
     line = bh.to(tl.int64)
-    x = _whole(k, wk, here, j, KEYS, False, D, BM)
-    y = _whole(v, wv, here, j, VALUES, False, D, BM)
+    x = _whole(K, WK, kb, kh, kt, b, h, j, e, length, width, key_heads, RK, CK, LK, False, D, BM)
+    y = _whole(V, WV, vb, vh, vt, b, h, j, e, length, width, value_heads, RV, CV, LV, False, D, BM)
     x, y = x.to(dtype), y.to(dtype)
     first = tl.full((), NOWHERE, tl.int32)
     # A neighbour that is not finite makes the mixture not finite; only then find out which.
     if tl.max(tl.where(_fine(x.to(tl.float32)) & _fine(y.to(tl.float32)), 0, 1)) > 0:
-        own = _fine(_rows(k, here, j, ok))
-        own = own & _fine(_rows(v, here, j, ok))
-        x = _whole(k, wk, here, j, KEYS, True, D, BM)
-        y = _whole(v, wv, here, j, VALUES, True, D, BM)
+        own = _fine(_rows(K, kb, kh, kt, b, h, j, ok, e, width))
+        own = own & _fine(_rows(V, vb, vh, vt, b, h, j, ok, e, width))
+        x = _whole(K, WK, kb, kh, kt, b, h, j, e, length, width, key_heads, RK, CK, LK, True, D, BM)
+        y = _whole(
+            V, WV, vb, vh, vt, b, h, j, e, length, width, value_heads, RV, CV, LV, True, D, BM
+        )
         x, y = x.to(dtype), y.to(dtype)
         fx, fy = _fine(x.to(tl.float32)), _fine(y.to(tl.float32))
         x, y = tl.where(fx, x, 0.0).to(dtype), tl.where(fy, y, 0.0).to(dtype)
         first = tl.min(tl.where(own & fx & fy, NOWHERE, j[:, None]))
-    target = (b, line, e, length, width)
-    _put((KT, 0, length * width, width), target, j, ok, x)
-    _put((VT, 0, length * width, width), target, j, ok, y)
+    _put(KT, 0, length * width, width, b, line, j, ok, e, width, x)
+    _put(VT, 0, length * width, width, b, line, j, ok, e, width, y)
     tl.store(BAD + line * tl.num_programs(0) + tl.program_id(0), first)
 
 
@@ -255,8 +242,9 @@ def merge(
     Q, K, V, WK, WV, FAR, FAR_LSE, BAD, OUT, LSE, SCORES,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, fb, fh, ft, ob, oh, ot,
     heads, length, width, key_heads, value_heads, blocks, scale,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr,
-    HAS_FAR: tl.constexpr, CAUSAL: tl.constexpr,
+    RK: tl.constexpr, SK: tl.constexpr, CK: tl.constexpr,
+    RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr,
+    P: tl.constexpr, RULE: tl.constexpr, HAS_FAR: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCKS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Merge the nearest P keys of each query with the output of flash attention.
@@ -267,13 +255,13 @@ def merge(
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     ok = i < length
-    here = (b, h, tl.arange(0, D), length, width)
+    e = tl.arange(0, D)
     row = bh.to(tl.int64) * length + i
     far_row = bh.to(tl.int64) * (length - P) + i - P
     spoiled = i < 0
     if HAS_FAR:
         before = ok & (i >= P)
-        acc = _rows((FAR, fb, fh, ft), here, i - P, before)
+        acc = _rows(FAR, fb, fh, ft, b, h, i - P, before, e, width)
         peak = tl.load(FAR_LSE + far_row, mask=before, other=float("-inf"))
         mass = tl.where(before, 1.0, 0.0)
         block = tl.arange(0, BLOCKS)
@@ -286,9 +274,11 @@ def merge(
         mass = tl.zeros((BM,), tl.float32)
     for a in tl.static_range(P):
         # No store between the loads: it would delay them.
-        q = _rows((Q, qb, qh, qt), here, i, ok)
-        x = _seen((K, kb, kh, kt), (WK, key_heads), here, i, ok, a, KEYS, RULE, D, BM)
-        y = _seen((V, vb, vh, vt), (WV, value_heads), here, i, ok, a, VALUES, RULE, D, BM)
+        q = _rows(Q, qb, qh, qt, b, h, i, ok, e, width)
+        x = _seen(K, WK, kb, kh, kt, b, h, i, ok, e, length, width, key_heads,
+                  a, RK, SK, CK, RULE, D, BM)  # fmt: skip
+        y = _seen(V, WV, vb, vh, vt, b, h, i, ok, e, length, width, value_heads,
+                  a, RV, SV, CV, RULE, D, BM)  # fmt: skip
         s = tl.sum(q * x, 1) * scale
         s = tl.where(_fine(s), s, float("nan"))
         there = ok & (i >= a)
@@ -306,7 +296,7 @@ def merge(
     out = tl.where(_fine(out) & ~spoiled[:, None], out, float("nan"))
     lse = peak + tl.log(tl.where(ok, mass, 1.0))
     lse = tl.where(spoiled, float("nan"), lse)
-    _put((OUT, ob, oh, ot), here, i, ok, out)
+    _put(OUT, ob, oh, ot, b, h, i, ok, e, width, out)
     tl.store(LSE + row, lse, mask=ok)
     if HAS_FAR:
         tl.store(FAR_LSE + far_row, lse, mask=ok & (i >= P))
@@ -316,20 +306,22 @@ def merge(
 def pulls(
     V, WV, GRAD, OUT, LSE, SCORES, SHARES, PULLS,
     vb, vh, vt, gb, gh, gt, ob, oh, ot, heads, length, width, value_heads,
-    VALUES: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """P_ia, and dS_ia = P_ia (<dO_i, v~_ia> - <dO_i, out_i>), of the nearest keys, [B, H, T, P]."""
     bh = tl.program_id(1)
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     ok = i < length
-    here = (b, h, tl.arange(0, D), length, width)
-    grad = _rows((GRAD, gb, gh, gt), here, i, ok)
-    out = _rows((OUT, ob, oh, ot), here, i, ok)
+    e = tl.arange(0, D)
+    grad = _rows(GRAD, gb, gh, gt, b, h, i, ok, e, width)
+    out = _rows(OUT, ob, oh, ot, b, h, i, ok, e, width)
     row = bh.to(tl.int64) * length + i
     lse = tl.load(LSE + row, mask=ok, other=0.0)
     for a in tl.static_range(P):
-        y = _seen((V, vb, vh, vt), (WV, value_heads), here, i, ok, a, VALUES, RULE, D, BM)
+        y = _seen(V, WV, vb, vh, vt, b, h, i, ok, e, length, width, value_heads,
+                  a, RV, SV, CV, RULE, D, BM)  # fmt: skip
         share = tl.exp(_at(SCORES, row, ok, a, P, float("-inf")) - lse)
         tl.store(SHARES + row * P + a, share, mask=ok)
         tl.store(PULLS + row * P + a, share * tl.sum(grad * (y - out), 1), mask=ok)
@@ -342,53 +334,53 @@ def _at(X, row, ok, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, other):
 
 @triton.jit
 def _spread(
-    far, source, COEF, w, x, src, own, here, m, ok, row, factor,
-    TAPS: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr, NORMAL: tl.constexpr,
-    HAS_FAR: tl.constexpr, ALONE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    FAR, SRC, COEF, W, x, src, own, fb, fh, ft, sb, sh, st, b, h, m, ok, row, e, length, width,
+    per_head, factor, R: tl.constexpr, S: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    P: tl.constexpr, RULE: tl.constexpr, NORMAL: tl.constexpr, HAS_FAR: tl.constexpr,
+    ALONE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """The gradient of keys m, and their part of the gradients of the kernels that read them.
 
-    g_j, of key j as it was seen: `far` from flash attention, COEF times `source` of query j + a from
-    near.
+    g_j, of key j as it was seen: FAR from flash attention, COEF times SRC of query j + a from near.
     Then dx_m = sum_d w_{m-d}[d] g_{m-d} and dw_{m-d}[d] = <g_{m-d}, x_m>.
     """
-    length = here[3]
+    far = length - P
     dx = tl.zeros((BM, D), tl.float32)
     dots = ()
-    if TAPS[0] < 0:
+    if R < 0:
         if HAS_FAR:
-            dx = _rows(far, here, m, ok & (m < length - P))
+            dx = _rows(FAR, fb, fh, ft, b, h, m, ok & (m < far), e, width)
         for a in tl.static_range(P):
             if ALONE:
                 dx += own[:, None] * src
             else:
                 there = ok & (m + a < length)
                 pull = factor * _at(COEF, row + a, there, a, P, 0.0)
-                dx += pull[:, None] * _rows(source, here, m + a, there)
+                dx += pull[:, None] * _rows(SRC, sb, sh, st, b, h, m + a, there, e, width)
     else:
-        for d in tl.static_range(-TAPS[0], TAPS[3] + 1):
+        for d in tl.static_range(-R, L + 1):
             if HAS_FAR:
-                there = ok & (m - d >= 0) & (m - d < length - P)
-                tap = _tap(w, here, m - d, there, TAPS[0] + d, TAPS[2])
-                g = _rows(far, here, m - d, there)
+                there = ok & (m - d >= 0) & (m - d < far)
+                tap = _tap(W, b, h, m - d, there, length, per_head, R + d, C)
+                g = _rows(FAR, fb, fh, ft, b, h, m - d, there, e, width)
                 dx += tap[:, None] * g
                 dots += (tl.where(there, tl.sum(g * x, 1), 0.0),)
             else:
                 dots += (tl.zeros((BM,), tl.float32),)
         for a in tl.static_range(P):
-            for d in tl.static_range(-TAPS[0], TAPS[0] + 1):
+            for d in tl.static_range(-R, R + 1):
                 if _reads(d, a, RULE):
                     there = ok
                     if d > 0:
                         there = there & (m - d >= 0)
                     if a > d:
                         there = there & (m - d + a < length)
-                    tap = _tap(w, here, m - d, there, (1 + a) * TAPS[1] + TAPS[0] + d, TAPS[2])
+                    tap = _tap(W, b, h, m - d, there, length, per_head, (1 + a) * S + R + d, C)
                     if ALONE:
                         g = own[:, None] * src
                     else:
                         pull = factor * _at(COEF, row - d + a, there, a, P, 0.0)
-                        g = _rows(source, here, m - d + a, there)
+                        g = _rows(SRC, sb, sh, st, b, h, m - d + a, there, e, width)
                         g = pull[:, None] * g
                     dx += tap[:, None] * g
                     if _learns(a, RULE, NORMAL):
@@ -398,19 +390,17 @@ def _spread(
 
 @triton.jit
 def _put_dots(
-    DW, dots, here, m, ok, heads, TAPS: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr,
-    NORMAL: tl.constexpr,
+    DW, dots, b, h, m, ok, length, heads, R: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
+    L: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr, NORMAL: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of kernels from `_spread`, per head."""
-    b, h, _, length, _ = here
     for a in tl.static_range(-1, P):
-        for d in tl.static_range(-TAPS[0], TAPS[0] + 1):
-            if _number(d, a, TAPS[0], TAPS[3], RULE, NORMAL) >= 0:
+        for d in tl.static_range(-R, R + 1):
+            if _number(d, a, R, L, RULE, NORMAL) >= 0:
                 line = (b * length + m - d) * heads + h
                 there = ok & (m - d >= 0) & (m - d < length)
-                dot = dots[_number(d, a, TAPS[0], TAPS[3], RULE, NORMAL)]
-                column = (1 + a) * TAPS[1] + TAPS[0] + d
-                tl.store(DW + line * TAPS[2] + column, dot, mask=there)
+                dot = dots[_number(d, a, R, L, RULE, NORMAL)]
+                tl.store(DW + line * C + (1 + a) * S + R + d, dot, mask=there)
 
 
 @triton.jit
@@ -420,9 +410,10 @@ def backward(
     qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, ob, oh, ot,
     fqb, fqh, fqt, fkb, fkh, fkt, fvb, fvh, fvt, db, dh, dt,
     heads, length, width, key_heads, value_heads, scale,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, P: tl.constexpr, RULE: tl.constexpr,
-    NORMAL: tl.constexpr, HAS_FAR: tl.constexpr, ALONE: tl.constexpr, D: tl.constexpr,
-    BM: tl.constexpr,
+    RK: tl.constexpr, SK: tl.constexpr, CK: tl.constexpr, LK: tl.constexpr,
+    RV: tl.constexpr, SV: tl.constexpr, CV: tl.constexpr, LV: tl.constexpr,
+    P: tl.constexpr, RULE: tl.constexpr, NORMAL: tl.constexpr, HAS_FAR: tl.constexpr,
+    ALONE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, keys, values and kernels from those that flash attention gave.
 
@@ -433,44 +424,44 @@ def backward(
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     ok = m < length
-    here = (b, h, tl.arange(0, D), length, width)
-    qs, ks, vs = (Q, qb, qh, qt), (K, kb, kh, kt), (V, vb, vh, vt)
-    grads, wk, wv = (GRAD, gb, gh, gt), (WK, key_heads), (WV, value_heads)
+    e = tl.arange(0, D)
     row = bh.to(tl.int64) * length + m
-    v = _rows(vs, here, m, ok)
-    k = _rows(ks, here, m, ok)
+    v = _rows(V, vb, vh, vt, b, h, m, ok, e, width)
+    k = _rows(K, kb, kh, kt, b, h, m, ok, e, width)
     q, grad = v, v
     share, pull = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
     if ALONE:
-        q = _rows(qs, here, m, ok)
-        grad = _rows(grads, here, m, ok)
-        out = _rows((OUT, ob, oh, ot), here, m, ok)
-        y = _seen(vs, wv, here, m, ok, 0, VALUES, RULE, D, BM)
+        q = _rows(Q, qb, qh, qt, b, h, m, ok, e, width)
+        grad = _rows(GRAD, gb, gh, gt, b, h, m, ok, e, width)
+        out = _rows(OUT, ob, oh, ot, b, h, m, ok, e, width)
+        y = _seen(V, WV, vb, vh, vt, b, h, m, ok, e, length, width, value_heads,
+                  0, RV, SV, CV, RULE, D, BM)  # fmt: skip
         share = tl.exp(_at(SCORES, row, ok, 0, P, float("-inf")) - _at(LSE, row, ok, 0, 1, 0.0))
         pull = scale * share * tl.sum(grad * (y - out), 1)
     dq = tl.zeros((BM, D), tl.float32)
     if P > 0:
         if HAS_FAR:
-            dq = _rows((FAR_Q, fqb, fqh, fqt), here, m - P, ok & (m >= P))
+            dq = _rows(FAR_Q, fqb, fqh, fqt, b, h, m - P, ok & (m >= P), e, width)
         for a in tl.static_range(P):
-            x = _seen(ks, wk, here, m, ok, a, KEYS, RULE, D, BM)
+            x = _seen(K, WK, kb, kh, kt, b, h, m, ok, e, length, width, key_heads,
+                      a, RK, SK, CK, RULE, D, BM)  # fmt: skip
             if ALONE:
                 dq += pull[:, None] * x
             else:
                 dq += (scale * _at(PULLS, row, ok & (m >= a), a, P, 0.0))[:, None] * x
     dk, key_dots = _spread(
-        (FAR_K, fkb, fkh, fkt), qs, PULLS, wk, k, q, pull, here, m, ok, row, scale, KEYS, P, RULE,
-        NORMAL, HAS_FAR, ALONE, D, BM,
+        FAR_K, Q, PULLS, WK, k, q, pull, fkb, fkh, fkt, qb, qh, qt, b, h, m, ok, row, e, length,
+        width, key_heads, scale, RK, SK, CK, LK, P, RULE, NORMAL, HAS_FAR, ALONE, D, BM,
     )  # fmt: skip
     dv, value_dots = _spread(
-        (FAR_V, fvb, fvh, fvt), grads, SHARES, wv, v, grad, share, here, m, ok, row, 1.0, VALUES, P,
-        RULE, NORMAL, HAS_FAR, ALONE, D, BM,
+        FAR_V, GRAD, SHARES, WV, v, grad, share, fvb, fvh, fvt, gb, gh, gt, b, h, m, ok, row, e,
+        length, width, value_heads, 1.0, RV, SV, CV, LV, P, RULE, NORMAL, HAS_FAR, ALONE, D, BM,
     )  # fmt: skip
     if P > 0:
-        _put((DQ, db, dh, dt), here, m, ok, dq)
-    _put((DK, db, dh, dt), here, m, ok, dk)
-    _put((DV, db, dh, dt), here, m, ok, dv)
-    if KEYS[0] >= 0:
-        _put_dots(DWK, key_dots, here, m, ok, heads, KEYS, P, RULE, NORMAL)
-    if VALUES[0] >= 0:
-        _put_dots(DWV, value_dots, here, m, ok, heads, VALUES, P, RULE, NORMAL)
+        _put(DQ, db, dh, dt, b, h, m, ok, e, width, dq)
+    _put(DK, db, dh, dt, b, h, m, ok, e, width, dk)
+    _put(DV, db, dh, dt, b, h, m, ok, e, width, dv)
+    if RK >= 0:
+        _put_dots(DWK, key_dots, b, h, m, ok, length, heads, RK, SK, CK, LK, P, RULE, NORMAL)
+    if RV >= 0:
+        _put_dots(DWV, value_dots, b, h, m, ok, length, heads, RV, SV, CV, LV, P, RULE, NORMAL)
