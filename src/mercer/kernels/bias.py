@@ -32,9 +32,10 @@ class ALiBi(Positional):
 
     def __init__(self, slopes: Sequence[float] | Tensor) -> None:
         super().__init__()
-        if not isinstance(slopes, Tensor | Sequence) or isinstance(slopes, str):
+        if not isinstance(slopes, Tensor | Sequence):
             raise ValueError(
-                f"slopes must be a list of numbers, one per head, such as [0.5, 0.25], got {slopes!r}"
+                "slopes must be a list of numbers, one per head, such as [0.5, 0.25], "
+                f"got {slopes!r}"
             )
         table = slopes if isinstance(slopes, Tensor) else torch.tensor([float(m) for m in slopes])
         if table.dim() != 1 or not bool(table.detach().isfinite().all()):
