@@ -14,7 +14,9 @@ from mercer.train.checkpoints import Checkpoints, examine
 from mercer.train.distributed import Team, Watch
 from mercer.train.folder import Folder, read_journal
 from mercer.train.order import Order, Stream
+from mercer.train.progress import Reading
 from mercer.train.state import capture_random, kept_random, restore_random, seed_all
+from mercer.train.tasks import make
 
 
 @pytest.mark.parametrize(
@@ -319,3 +321,19 @@ def test_work_is_dealt_evenly():
         assert len({len(hand) for hand in hands}) == 1
         counted = [n for hand in hands for numbers, counts in hand if counts for n in numbers]
         assert sorted(counted) == list(range(10))
+
+
+def test_data_that_take_long_to_read_are_noted(tmp_path):
+    file, heard, notes = tmp_path / "a.txt", [], []
+    file.write_text("one word after another\n\n" * 300)
+    settings = Settings(data=str(file), tokenizer="bytes", cache=str(tmp_path), length=16)
+    make(settings.resolve(), tell=lambda what, share: heard.append((what, share)))
+    assert ("tokenising train", 1.0) in heard
+    patient = Reading(notes.append, 10, every=1000.0)
+    patient("reading a.tar", 0.5)
+    assert notes == []
+    hasty = Reading(notes.append, 10, every=0.0)
+    hasty("reading a.tar", 0.5)
+    assert [note.note for note in notes] == ["reading a.tar: 50%"]
+    # Processes besides the main one say nothing.
+    Reading(None, 10, every=0.0)("reading a.tar", 0.5)

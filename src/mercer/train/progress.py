@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,23 @@ class Progress:
     sample: dict[str, str] | None = None
     # One line on how the run goes about it; everything else is empty then.
     note: str | None = None
+
+
+class Reading:
+    """Notes on data that take long to read: the first after `every` seconds, and so on."""
+
+    def __init__(
+        self, on_progress: Callable[[Progress], None] | None, steps: int | None, every: float = 5.0
+    ) -> None:
+        self.on_progress, self.steps, self.every = on_progress, steps, every
+        self.spoken = time.monotonic()
+
+    def __call__(self, what: str, share: float) -> None:
+        now = time.monotonic()
+        if self.on_progress is not None and now - self.spoken >= self.every:
+            self.spoken = now
+            note = f"{what}: {share:.0%}"
+            self.on_progress(Progress(step=0, steps=self.steps, note=note))
 
 
 class Stopwatch:

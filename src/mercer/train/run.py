@@ -30,7 +30,7 @@ from .distributed import Team
 from .folder import Folder, describe
 from .initial import start_from
 from .pretrained import PRETRAINED
-from .progress import Progress
+from .progress import Progress, Reading
 from .scores import save_scores
 from .settings import Settings
 from .signals import end_with_torchrun, signals
@@ -121,7 +121,8 @@ def _run(
         if settings.tensorboard and folder.writes and folder.path is not None:
             board = Board(folder.path / "tensorboard", settings)
         seed_all(settings.seed)
-        task = make(settings)
+        speaks = on_progress if team.main else None
+        task = make(settings, tell=Reading(speaks, settings.steps))
         if (data := task.fingerprint()) is not None:
             about |= {"data": data}
         if settings.compile:
@@ -129,7 +130,7 @@ def _run(
         # Read before training, so that data without a test split is an error at once.
         test = None
         if settings.split == "test":
-            test = type(task)(settings, split="test", like=task.like)
+            test = type(task)(settings, split="test", like=task.like, tell=task.tell)
         seed_all(settings.seed)
         model = task.build()
         if alter is not None:
@@ -148,7 +149,7 @@ def _run(
                 arguments=arguments,
                 team=team,
                 folder=folder,
-                on_progress=on_progress if team.main else None,
+                on_progress=speaks,
                 signal=signal,
                 about=about,
                 board=board,

@@ -14,7 +14,7 @@ from .. import evaluate, samples
 from ..distributed import Team
 from ..settings import Settings
 from ..unigram import Unigram
-from .task import IGNORE, Task, shorten_hash
+from .task import IGNORE, Task, Tell, shorten_hash
 
 
 class LanguageModel(Task):
@@ -27,8 +27,9 @@ class LanguageModel(Task):
         split: str | None = None,
         like: Any = None,
         sketch: bool = False,
+        tell: Tell | None = None,
     ) -> None:
-        super().__init__(settings, split=split)
+        super().__init__(settings, split=split, tell=tell)
         tokenizer = settings.tokenizer if like is None else like
         read = data.sketch_text if sketch else data.text
         self.text = self.read(read, tokenizer=tokenizer, seed=settings.seed)

@@ -14,6 +14,7 @@ from ...nn import TokenKernels
 from ..pretrained import AS_SOFTMAX, weights_of
 from ..settings import Settings
 from .language import LanguageModel
+from .task import Tell
 
 # The share of the steps after which the kernel is RBF; in the rest the model settles.
 PATH = 0.8
@@ -29,6 +30,7 @@ class Pretrained(LanguageModel):
         split: str | None = None,
         like: Any = None,
         sketch: bool = False,
+        tell: Tell | None = None,
     ) -> None:
         if settings.kernel is not None:
             # A mistake is found before anything is loaded.
@@ -39,7 +41,7 @@ class Pretrained(LanguageModel):
             self.model_config = self.source_of_model.read_config()
             if settings.tokenizer is None:
                 like = self.source_of_model.read_tokenizer()
-        super().__init__(settings, split=split, like=like, sketch=sketch)
+        super().__init__(settings, split=split, like=like, sketch=sketch, tell=tell)
 
     @functools.cached_property
     def source_of_model(self) -> Any:

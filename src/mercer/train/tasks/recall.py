@@ -11,7 +11,7 @@ from .. import evaluate
 from ..distributed import Team
 from ..settings import Settings
 from .language import LanguageModel
-from .task import Task, check_least
+from .task import Task, Tell, check_least
 
 
 class Recall(LanguageModel):
@@ -26,6 +26,7 @@ class Recall(LanguageModel):
         split: str | None = None,
         like: Any = None,
         sketch: bool = False,
+        tell: Tell | None = None,
     ) -> None:
         Task.__init__(self, settings)
         self.split = split or "valid"

@@ -14,7 +14,7 @@ from .. import evaluate
 from ..distributed import Team
 from ..settings import Settings
 from .language import LanguageModel
-from .task import IGNORE, Task, shorten_hash
+from .task import IGNORE, Task, Tell, shorten_hash
 
 MULTIPLE = 8
 
@@ -33,8 +33,9 @@ class Tagging(LanguageModel):
         split: str | None = None,
         like: Any = None,
         sketch: bool = False,
+        tell: Tell | None = None,
     ) -> None:
-        Task.__init__(self, settings, split=split)
+        Task.__init__(self, settings, split=split, tell=tell)
         assert settings.length is not None
         self.length = settings.length
         tokenizer = settings.tokenizer if like is None else like

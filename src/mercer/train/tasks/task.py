@@ -25,13 +25,15 @@ from ..scores import Answers
 from ..settings import Settings
 
 IGNORE = -100
+# Told what is read, and how far it is, from 0 to 1.
+Tell = Callable[[str, float], None]
 
 
 class Task(ABC):
     """Data, model, loss and evaluation of a run.
 
     With `split`, this split of the data alone, to judge a model. `like` is then what the model was
-    trained with: its tokenizer, or how it sees images.
+    trained with: its tokenizer, or how it sees images. `tell` hears of data that take long to read.
     """
 
     # The unit of speed, the name of an item, and whether batches differ in shape.
@@ -49,9 +51,17 @@ class Task(ABC):
     # The model's answers in the last evaluation at the end of a run.
     answers: Answers | None = None
 
-    def __init__(self, settings: Settings, *, split: str | None = None, like: Any = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        split: str | None = None,
+        like: Any = None,
+        tell: Tell | None = None,
+    ) -> None:
         self.settings = settings
         self.only = split
+        self.tell = tell
 
     @property
     def like(self) -> Any:
@@ -133,6 +143,8 @@ class Task(ABC):
         given = {"cache_dir": self.settings.cache, **given}
         if self.only is not None:
             given["split"] = self.only
+        if "on_progress" in inspect.signature(function).parameters:
+            given["on_progress"] = self.tell
         return function(self.settings.data, **self.options(function, **given))
 
     def options(self, function: Callable[..., Any], **given: Any) -> dict[str, Any]:

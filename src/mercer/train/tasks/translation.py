@@ -14,7 +14,7 @@ from ..distributed import Team
 from ..scores import Answers, one_line
 from ..settings import Settings
 from ..unigram import MOST, Unigram
-from .task import Task, shorten_hash
+from .task import Task, Tell, shorten_hash
 
 # Lengths that differ in few ways need few compiled kernels.
 MULTIPLE = 16
@@ -33,8 +33,9 @@ class Translation(Task):
         split: str | None = None,
         like: Any = None,
         sketch: bool = False,
+        tell: Tell | None = None,
     ) -> None:
-        super().__init__(settings, split=split)
+        super().__init__(settings, split=split, tell=tell)
         tokenizer = settings.tokenizer if like is None else like
         read = data.sketch_pairs if sketch else data.pairs
         self.pairs = self.read(read, tokenizer=tokenizer)

@@ -14,7 +14,7 @@ from .. import evaluate
 from ..distributed import Team
 from ..scores import Answers, one_line
 from ..settings import Settings
-from .task import Task, check_least, shorten_hash
+from .task import Task, Tell, check_least, shorten_hash
 
 
 class Vision(Task):
@@ -30,8 +30,9 @@ class Vision(Task):
         split: str | None = None,
         like: Any = None,
         sketch: bool = False,
+        tell: Tell | None = None,
     ) -> None:
-        super().__init__(settings, split=split)
+        super().__init__(settings, split=split, tell=tell)
         size = settings.overrides.get("image_size")
         given = {} if size is None or "size" in settings.data_options else {"size": size}
         self.images = self.read(data.images, look=like, **given)
