@@ -86,6 +86,8 @@ def test_what_is_not_in_the_grammar_is_refused(read, text, monkeypatch):
 
 
 ERRORS = {
+    "Lookup()": r"Lookup is made in Python and .* text; the position LookupTable",
+    "Buckets(3)": r"Buckets is made in Python and cannot be written as text$",
     "RBX(2.0)": r"there is no kernel 'RBX'; did you mean 'RBF'\?",
     "RBF(2.0) - RBF(1.0)": r"operator that is not allowed; use \+ and \*",
     "RBF(2.0) & RBF(1.0)": r"operator that is not allowed; use \+ and \*",

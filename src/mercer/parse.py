@@ -27,8 +27,14 @@ from .own import Trust
 T = TypeVar("T")
 Names = Mapping[str, Callable[..., Any]]
 
-# Lookup and Buckets are made of tensors; as a position, `LookupTable` makes its own.
 KERNELS: Names = {k.__name__: k for k in kernels.KERNELS if k.entry and k.entry.text}
+# Made of tensors or other objects, and so in Python alone; and what takes their place in a text.
+BY_PYTHON = {k.__name__ for k in kernels.KERNELS if k.entry and not k.entry.text}
+BY_PYTHON |= {f.__name__ for f in filters.FILTERS if f.entry and not f.entry.text}
+INSTEAD = {
+    "Lookup": "the position LookupTable(16) makes one",
+    "RelativeSinusoid": "the position of this name makes one",
+}
 EMBEDDINGS: Names = {"Sinusoid": nn.Sinusoid, "Learned": nn.Learned}
 POSITION_NAMES: Names = {
     name: getattr(nn, name)
@@ -283,6 +289,9 @@ class _Reader:
         return value
 
     def _unknown(self, name: str, names: Names) -> str:
+        if name in BY_PYTHON:
+            instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+            return f"{name} is made in Python and cannot be written as text{instead}"
         return f"there is no {self.what} {name!r}; {suggest(name, names)}"
 
     def _wrong(self, node: ast.AST, why: str) -> ValueError:
