@@ -43,7 +43,8 @@ def stage(root: Path, folder: Path) -> None:
     examples = sorted((root / "examples").glob("*.py"))
     # The anchor is that of its heading.
     known |= {f"examples/{path.name}": f"{EXAMPLES}#{path.stem}py" for path in examples}
-    results = sorted((root / "results/studies").glob("*/*.png"))
+    places = ("studies/*/*.png", "token-kernels/*.png")
+    results = [path for place in places for path in sorted((root / "results").glob(place))]
     known |= {path.relative_to(root).as_posix(): picture(path) for path in results}
     for name in ("reference", "studies"):
         (folder / name).mkdir(parents=True)
