@@ -68,7 +68,7 @@ def stage(root: Path, folder: Path) -> None:
 
 
 def picture(path: Path) -> str:
-    """Where a committed picture of a study stands in the site."""
+    """Where a committed picture stands in the site."""
     return f"studies/{path.parent.name}-{path.name}"
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +99,23 @@ def test_compiled_runs_count_as_the_same_runs(place, monkeypatch):
     assert given == [False, False, True, True]
     told = " ".join(call("mine.py", "--table").output.split())
     assert "2 of 4 results are of compiled models, so do not compare speeds" in told
+
+
+def test_runs_that_end_by_time_are_compiled_by_their_budget(place):
+    timed = place / "timed.py"
+    timed.write_text(MINE.replace('"steps": 20', '"time": 5.0'))
+    for more in ([], ["--jobs", "2"]):
+        refused = call("timed.py", "--compile", *more)
+        assert refused.exit_code == 2
+        assert "the runs of timed end by time" in " ".join(refused.output.split())
+    found = [
+        studies.load(str(timed)),
+        replace(studies.load(str(timed)), budget={"time": 5.0, "compile": True}),
+    ]
+    assert found[0].jobs()[0].key != found[1].jobs()[0].key
+    steps = studies.load("mine.py")
+    same = replace(steps, budget={**steps.budget, "compile": True})
+    assert steps.jobs()[0].key == same.jobs()[0].key
 
 
 def test_workers_compile_too(monkeypatch):

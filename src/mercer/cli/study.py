@@ -135,6 +135,8 @@ def run_study(
                 console.print(f"wrote {escape(str(path))}", soft_wrap=True)
             return
         studies.check_data(chosen)
+        if compiled:
+            studies.check_compile(chosen)
         studies.introduce(console, chosen, folder, part, wanted)
         given = {"--data": data, "--size": size, "--output": output, "--shard": shard}
         given["--seeds"] = seeds

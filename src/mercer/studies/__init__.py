@@ -1,6 +1,6 @@
 """Studies: systems compared on one task, with one budget and several seeds."""
 
-from .conduct import Outcome, run
+from .conduct import Outcome, check_compile, run
 from .curves import draw_curves
 from .ledger import Ledger, Record, Shard
 from .load import NAMES, check_data, find, load, use_data
@@ -32,6 +32,7 @@ __all__ = [
     "Trained",
     "Variant",
     "as_data",
+    "check_compile",
     "check_data",
     "choose",
     "conclude",

@@ -73,6 +73,8 @@ def run(
     Raises ValueError before anything runs if a setting is wrong, the folder cannot be written, or
     it holds results of another budget; OSError if writing fails later.
     """
+    if compile:
+        check_compile(study)
     shard = shard or Shard()
     begun = time.monotonic()
     runner = runner or partial(train, share=share, compile=compile)
@@ -114,6 +116,15 @@ def run(
         outcome.elsewhere = [job for job in outcome.elsewhere if job.key not in there]
     outcome.seconds = time.monotonic() - begun
     return outcome
+
+
+def check_compile(study: Study) -> None:
+    """Raise ValueError if time ends a run: compiled ones take other steps, so they are others."""
+    if any(job.settings.get("time") is not None for job in study.jobs(study.seeds[:1])):
+        raise ValueError(
+            f"the runs of {study.name} end by time, so compiling them is a part of the budget: "
+            'set "compile" there, for all systems alike'
+        )
 
 
 def _run_one(

@@ -280,20 +280,17 @@ TABLES: dict[int, tuple[str, str, Callable[[str], list[Variant]], Any]] = {
 def make(table: int, task: str, size: str) -> Study:
     """The study of one table on one task, in one size."""
     if size == "rough":
-        changes = dict(ROUGH[task])
-        return roughen(make(table, task, "full"), trials=changes.pop("trials"), **changes)
+        return roughen(make(table, task, "full"), **ROUGH[task])
     _, question, rows, figures = TABLES[table]
-    lm = task == "lm"
+    lm, small = task == "lm", size == "small"
+    takes = "10 minutes on two cores" if small else "about 20 minutes on one H200"
     systems = rows(task)
     names = [variant.name for variant in systems]
-    small = size == "small"
     budget = _budget(task, size)
     return Study(
         title=f"Tsai et al. 2019, Table {table}, on {'language models' if lm else 'translation'}",
         question=question,
-        cost="10 minutes on two cores, by estimate"
-        if small
-        else "about 20 minutes on one H200, by estimate",
+        cost=f"{takes}, by estimate",
         task=task,
         systems=systems,
         budget=budget,
@@ -319,8 +316,7 @@ def make(table: int, task: str, size: str) -> Study:
 def make_iwslt(size: str) -> Study:
     """Table 1 with its own validation data, by models of three corpora."""
     if size == "rough":
-        changes = dict(ROUGH["translation"])
-        return roughen(make_iwslt("full"), trials=changes.pop("trials"), **changes)
+        return roughen(make_iwslt("full"), **ROUGH["translation"])
     study = make(1, "translation", size)
     if size == "small":
         return replace(study, title=f"{study.title}, as for IWSLT'14")

@@ -46,7 +46,8 @@ def tune_kernels(size: str, steps: int = 750) -> dict[str, Any]:
     """The authors' rates: the kernels learn, the rest hardly moves."""
     if size == "small":
         # In few steps kernels leave the Dirac at a much higher rate.
-        return {**lm_budget(size, 4 * steps), "learning_rate": 5e-5, "token_rate": 0.3}
+        few = {"steps": steps // 5, "learning_rate": 5e-5, "token_rate": 0.3}
+        return {**lm_budget(size, steps), **few}
     return {**lm_budget(size, steps), "learning_rate": 5e-5, "token_rate": 5e-3}
 
 

@@ -103,6 +103,7 @@ def _run(
     end_with_torchrun()
     arguments = make_arguments(settings)
     team = Team(arguments.device, arguments.process_index, arguments.world_size)
+    speaks = on_progress if team.main else None
     folder = Folder(None if settings.output is None else Path(settings.output), main=team.main)
     with (
         told_if_full(folder.checkpoints),
@@ -113,7 +114,7 @@ def _run(
         if (ended := team.tell(lambda: _ended(folder, say))) is not None:
             return ended
         if settings.threads is None:
-            settings = replace(settings, threads=_choose_threads(settings, team, on_progress))
+            settings = replace(settings, threads=_choose_threads(settings, speaks))
         assert settings.threads is not None
         stack.enter_context(threads(settings.threads))
         about = describe(team.device)
@@ -121,12 +122,10 @@ def _run(
         if settings.tensorboard and folder.writes and folder.path is not None:
             board = Board(folder.path / "tensorboard", settings)
         seed_all(settings.seed)
-        speaks = on_progress if team.main else None
         task = make(settings, tell=Reading(speaks, settings.steps))
         if (data := task.fingerprint()) is not None:
             about |= {"data": data}
-        if settings.compile:
-            about |= {"compiled": True}
+        about |= {"compiled": True} if settings.compile else {}
         # Read before training, so that data without a test split is an error at once.
         test = None
         if settings.split == "test":
@@ -287,13 +286,11 @@ def _find(settings: Settings, folder: Folder, say: Callable[[str], None]) -> str
     return None if found is None else str(found)
 
 
-def _choose_threads(
-    settings: Settings, team: Team, on_progress: Callable[[Progress], None] | None
-) -> int:
+def _choose_threads(settings: Settings, speaks: Callable[[Progress], None] | None) -> int:
     """The number of threads of this machine; each process of a run takes its own."""
     number, note = choose_threads()
-    if note is not None and team.main and on_progress is not None:
-        on_progress(Progress(step=0, steps=settings.steps, note=note))
+    if note is not None and speaks is not None:
+        speaks(Progress(step=0, steps=settings.steps, note=note))
     return number
 
 

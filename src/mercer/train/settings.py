@@ -133,8 +133,7 @@ class Settings:
     # End after so many evaluations on the way without a better validation loss, and judge the best
     # of them; None: judge the last step.
     patience: int | None = None
-    # End at an evaluation after this share of the steps if no more was learnt than frequencies of
-    # tokens; None: go on.
+    # End after this share of the steps if no more was learnt than frequencies of tokens.
     give_up: float | None = None
     # How often, in steps; None: about a hundred logs and ten evaluations, a checkpoint with each.
     log_every: int | None = None
@@ -298,8 +297,9 @@ class Settings:
 
     @property
     def free(self) -> tuple[str, ...]:
-        """Settings that do not change the result; with a patience, evaluations do."""
-        return tuple(name for name in FREE if self.patience is None or name != "eval_every")
+        """Settings that do not change the result; a patience and a time make one of them decide."""
+        decides = {"eval_every": self.patience is not None, "compile": self.time is not None}
+        return tuple(name for name in FREE if not decides.get(name))
 
     @property
     def name(self) -> str:
