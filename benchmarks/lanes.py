@@ -3,8 +3,8 @@
     python benchmarks/lanes.py --minutes 9 --data DATA \
         "tsai-positions-lm tsai-kernels-lm --jobs 5 --seeds 0-2" "tsai-positions --jobs 6"
 
-Each argument is a lane: names of studies, then options of `mercer study` for all of them. The lanes
-run at once, the studies of a lane one after another. Where NVIDIA's multi-process service is
+Each argument is a lane: names of studies, then options of `mercer study` for all of them, and after
+a semicolon more of both. The lanes run at once, the studies of a lane one after another. Where NVIDIA's multi-process service is
 installed, the processes share the GPU through it. At the end of the time, or on Ctrl-C, all
 studies stop as on Ctrl-C: the same command continues. The output of lane 1 is in
 runs/lanes/1.log, and so on; a line of each is printed every half minute. --pack FILE writes the
@@ -46,11 +46,14 @@ def share_gpu(pipes: Path) -> bool:
     return subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False).returncode == 0
 
 
-def split_lane(text: str) -> tuple[list[str], list[str]]:
-    """Names of studies, and the options that follow them."""
-    words = shlex.split(text)
-    first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
-    return words[:first], words[first:]
+def split_lane(text: str) -> list[tuple[str, list[str]]]:
+    """The studies of a lane, each with the options that follow its group."""
+    found = []
+    for group in text.split(";"):
+        words = shlex.split(group)
+        first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+        found += [(study, words[first:]) for study in words[:first]]
+    return found
 
 
 class Lane(threading.Thread):
@@ -58,7 +61,7 @@ class Lane(threading.Thread):
 
     def __init__(self, number: int, text: str, data: str | None, until: float) -> None:
         super().__init__()
-        self.studies, self.options = split_lane(text)
+        self.studies = split_lane(text)
         self.data = data
         self.log = Path("runs", "lanes", f"{number}.log")
         self.until = until
@@ -66,11 +69,11 @@ class Lane(threading.Thread):
     def run(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a") as log:
-            for study in self.studies:
+            for study, options in self.studies:
                 left = self.until - time.monotonic()
                 if left < 5:
                     return
-                command = [sys.executable, "-m", "mercer", "study", study, *self.options]
+                command = [sys.executable, "-m", "mercer", "study", study, *options]
                 # A study that draws its data takes none.
                 if self.data and studies.load(study).corpus:
                     command += ["--data", self.data]
