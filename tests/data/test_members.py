@@ -187,12 +187,13 @@ def test_packed_members_links_and_parquet(tmp_path):
     assert data.text(f"{path}::c.txt", **options).train.num_bytes
 
 
-def test_gpt2s_files_are_found_beside_the_archive(tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["style", "style/published"])
+def test_gpt2s_files_are_found_in_the_folder_of_data(tmp_path, monkeypatch, place):
     folder = tmp_path / "tokenizer" / "gpt2"
     folder.mkdir(parents=True)
     (folder / "merges.txt").write_text("")
-    (tmp_path / "style").mkdir()
-    path = make(tmp_path / "style" / "a.zip", {"b/c/d.txt": TEXT})
+    (tmp_path / place).mkdir(parents=True)
+    path = make(tmp_path / place / "a.zip", {"b/c/d.txt": TEXT})
     asked = []
     monkeypatch.setattr("mercer.data.tokens.load", lambda at: asked.append(at) or 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -122,7 +122,7 @@ def choose(
     if spec == "gpt2" and not path.exists():
         # the layout of a data folder may have GPT-2's files beside the corpora
         near = Path(os.fspath(source).partition(MARK)[0]).expanduser()
-        for parent in (near, *near.parents[:2]):
+        for parent in (near, *near.parents[:3]):
             if (parent / "tokenizer" / "gpt2" / "merges.txt").is_file():
                 return load(parent / "tokenizer" / "gpt2")
         return _download("openai-community/gpt2")

@@ -141,6 +141,8 @@ CALLS = {
     "table-far": Call(
         _table(33, 32), BANDS | {"triton.merge_far"}, queries=8192, keys=8192, dim=32,
     ),
+    # With num_keys = 1 as a constant, ptxas crashed on what Triton 3.6 made of it.
+    "table-one-pair": Call(_table(33, 128), {FORWARD}, queries=1, keys=1, dim=128, on=HOPPER),
     "table-per-head": Call(
         _buckets, {"triton.band_to_table"}, filter=mc.Window(60, 20), dim=32,
     ),

@@ -187,7 +187,7 @@ def _forward_span(
     return acc, mass, peak
 
 
-@triton.jit(do_not_specialize=["num_heads", "first", "seed"])
+@triton.jit(do_not_specialize=["num_heads", "num_keys", "first", "seed"])
 def forward(
     Q0, K0, Q1, K1, V_, S0, S1, R0, R1, C0, C1, BAND, TILES, LENGTHS, IDS, OUT, LOW, LSE,
     sqb0, sqh0, sqt0, skb0, skh0, skt0, sqb1, sqh1, sqt1, skb1, skh1, skt1, svb, svh, svt,
