@@ -32,7 +32,7 @@ EVERY = 30.0
 GRACE = 40.0
 # What `mercer study NAME --publish` needs, and the curves of every run.
 RESULTS = (
-    "results*.jsonl", "tuning/*/results*.jsonl", "*.md", "*.png", "*.svg", "jobs/*/metrics.jsonl",
+    "worker-*.log", "results*.jsonl", "tuning/*/results*.jsonl", "*.md", "*.png", "*.svg", "jobs/*/metrics.jsonl",
 )  # fmt: skip
 
 
