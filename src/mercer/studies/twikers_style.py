@@ -212,7 +212,7 @@ def make(size: str) -> Study:
         if small
         else "about 20 minutes on one H200, by estimate",
         systems=systems,
-        budget={**lm_budget(size, 300), **words, "learning_rate": FROZEN, "token_rate": 5e-3,
+        budget={**lm_budget(size, 300), **words, "learning_rate": FROZEN, "token_rate": 0.2,
                 "weight_decay": 0.0},
         backbone=start,
         differ=("data",),
