@@ -18,7 +18,8 @@ from mercer.studies import Row, Study, Variant, roughen
 QUESTION = "Which kernels find a value by its key, among how many pairs, at which width?"
 COST = {
     "full": "about 15 minutes on one H200, with 8 jobs at once, by estimate",
-    "small": "about 5 minutes on two cores, with 2 jobs at once, by estimate",
+    "rough": "about 30 minutes on two cores, with 2 jobs at once, by estimate",
+    "small": "4 minutes on two cores, with 2 jobs at once",
 }
 POSITION = "LookupTable(4)"
 # {width} is the number of features of the one head.
@@ -60,7 +61,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "names": (*KERNELS, *SYSTEMS),
         "widths": (16, 64),
         "seeds": (0, 1, 2),
-        "rates": (2e-3, 5e-3),
+        "rates": (3e-3, 1e-2),
         "length": 256,
         "longest": 1024,
         "steps": 2000,
@@ -89,6 +90,20 @@ SIZES: dict[str, dict[str, Any]] = {
         "data_options": {"pairs": [2, 4, 8], "vocabulary": 64},
     },
 }
+# Short sequences of few keys: all rows learn or fail within minutes of a CPU.
+ROUGH: dict[str, Any] = {
+    "steps": 600,
+    "batch": 32,
+    "length": 32,
+    "eval_items": 128,
+    "eval_every": 120,
+    "save_every": 600,
+    "data_options": {
+        "pairs": [2, 4, 8], "held_out_pairs": [2, 4, 8, 16], "vocabulary": 64,
+    },
+    # As long as a run, so the best trial of a row is its run of the first seed.
+    "trials": {"steps": 600},
+}  # fmt: skip
 
 
 def make(size: str) -> Study:
@@ -192,9 +207,7 @@ def _head(titles: Sequence[str]) -> list[str]:
 studies: dict[str, Mapping[str, Callable[[], Study]]] = {
     "recall": {
         "full": lambda: make("full"),
-        "rough": lambda: roughen(
-            make("full"), steps=1200, eval_every=240, save_every=1200, trials={"steps": 600}
-        ),
+        "rough": lambda: roughen(make("full"), cost=COST["rough"], **ROUGH),
         "small": lambda: make("small"),
     },
 }
