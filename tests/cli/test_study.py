@@ -221,7 +221,7 @@ def test_quick_is_what_it_promises():
 )
 def test_mistakes_give_a_one_line_error(place, arguments, message):
     (place / "empty.py").write_text("")
-    (place / "wrong.py").write_text("study = 3")
+    (place / "wrong.py").write_text("from mercer import studies\nstudy = 3")
     (place / "broken.py").write_text("x = 1\nstudy = Study(")
     (place / "division.py").write_text("x = 1\n\ny = x / 0\n")
     (place / "typo.py").write_text(MINE.replace('"steps": 20', '"learning_rat": 1e-3'))

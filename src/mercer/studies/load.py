@@ -105,7 +105,8 @@ def read(path: Path, size: str | None = None, name: str | None = None) -> Study:
             names = runpy.run_path(str(path), run_name="mercer_study")
     except Exception as error:
         raise ValueError(f"{own.place(path, error)}: {error or type(error).__name__}") from error
-    if "studies" in names:
+    # `from mercer import studies` makes a module of that name.
+    if isinstance(names.get("studies"), Mapping):
         return _choose(names["studies"], path, size, name)
     if "study" not in names:
         raise ValueError(f"{path} must define `study = Study(...)`, but has no `study`")
