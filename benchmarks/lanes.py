@@ -4,11 +4,11 @@
         "tsai-positions-lm tsai-kernels-lm --jobs 5 --seeds 0-2" "tsai-positions --jobs 6"
 
 Each argument is a lane: names of studies, then options of `mercer study` for all of them, and after
-a semicolon more of both. The lanes run at once, the studies of a lane one after another. Where NVIDIA's multi-process service is
-installed, the processes share the GPU through it. At the end of the time, or on Ctrl-C, all
-studies stop as on Ctrl-C: the same command continues. The output of lane 1 is in
-runs/lanes/1.log, and so on; a line of each is printed every half minute. --pack FILE writes the
-results of all studies, without checkpoints, to one archive, again every half minute.
+a semicolon more of both. The lanes run at once, the studies of a lane one after another. Where
+NVIDIA's multi-process service is installed, the processes share the GPU through it. At the end of
+the time, or on Ctrl-C, all studies stop as on Ctrl-C: the same command continues. The output of
+lane 1 is in runs/lanes/1.log, and so on; a line of each is printed every half minute. --pack FILE
+writes the results of all studies, without checkpoints, to one archive, again every half minute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ EVERY = 30.0
 GRACE = 40.0
 # What `mercer study NAME --publish` needs, and the curves of every run.
 RESULTS = (
-    "worker-*.log", "results*.jsonl", "tuning/*/results*.jsonl", "*.md", "*.png", "*.svg", "jobs/*/metrics.jsonl",
+    "worker-*.log", "results*.jsonl", "tuning/*/results*.jsonl", "*.md", "*.png", "*.svg",
+    "jobs/*/metrics.jsonl",
 )  # fmt: skip
 
 

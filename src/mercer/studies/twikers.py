@@ -1,9 +1,9 @@
 """Token-Wise Kernels (Leng et al. 2026): causality, parts of speech, and use as a bias.
 
 Kernels have size 3, on values, in the first layer, shared by its heads, as the authors train them.
-The rest has their rate of 5e-5. Their rate of kernels, 5e-3, moves few kernels in hundreds of steps,
-so studies have a higher one, and that of causality has both. All start from one language model of 82
-novels, in GPT-2's shape but smaller.
+The rest has their rate of 5e-5. Their rate of kernels, 5e-3, moves few kernels in hundreds of
+steps, so studies have a higher one, and that of causality has both. All start from one language
+model of 82 novels, in GPT-2's shape but smaller.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def backbone(size: str) -> dict[str, Any]:
 
 # The authors' rate of the kernels, and one at which they leave the Dirac in hundreds of steps.
 AUTHORS, FAST = 5e-3, 0.1
+SLOW = "At the authors' rate of 0.005 kernels hardly move in so few steps; fast rows have 0.1."
 
 
 def tune_kernels(size: str, steps: int = 750) -> dict[str, Any]:
@@ -143,8 +144,7 @@ def make_causality(size: str) -> Study:
         main=LOSS,
         measure=measure_kernels,
         columns=COLUMNS,
-        remark="" if small else "At the authors' rate of 0.005 kernels hardly move in so few steps; "
-        "the rows called fast have 0.1.",
+        remark="" if small else SLOW,
     )
 
 
