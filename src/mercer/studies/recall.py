@@ -18,7 +18,7 @@ from mercer.studies import Row, Study, Variant, roughen
 QUESTION = "Which kernels find a value by its key, among how many pairs, at which width?"
 COST = {
     "full": "about 15 minutes on one H200, with 8 jobs at once, by estimate",
-    "rough": "about 30 minutes on two cores, with 2 jobs at once, by estimate",
+    "rough": "40 minutes on two cores, with 2 jobs at once",
     "small": "4 minutes on two cores, with 2 jobs at once",
 }
 POSITION = "LookupTable(4)"
