@@ -46,8 +46,9 @@ def run_workers(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     share = str(max(1, (cores or 1) // number))
     environment = {"OMP_NUM_THREADS": share, **os.environ}
-    if sys.platform == "linux":
-        # Lengths vary, and unused memory that a process keeps is missing to the others on a GPU.
+    if sys.platform == "linux" and "PYTORCH_ALLOC_CONF" not in os.environ:
+        # Batches differ in length. Without it each process caches blocks of every size, and the
+        # processes together run out of GPU memory.
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
